@@ -1,0 +1,161 @@
+"""The transformers backend: any proven decoder's own modules, with our attention in their middle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from dspark.core.errors import ModelError
+from dspark.models.targets.attention import PaddedAttention, StepAttention, attend
+from dspark.models.targets.backend import RaggedBatch, StepOutput
+from dspark.models.targets.features import FeatureProjection
+from dspark.models.targets.kv import PagedKV
+
+ATTENTION_NAME = "dspark"
+
+
+class TransformersBackend:
+    """Runs ragged steps through a `…ForCausalLM` of transformers (float32 or bfloat16, CPU or CUDA).
+
+    No Hugging Face cache and no mask is ever built: our attention function reads and writes paged
+    blocks. Rows are not bit-equal across batch shapes (BLAS picks its kernel by shape), so greedy
+    equality holds up to near-ties; see design.md §4, L1.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int = 16) -> None:
+        AttentionInterface.register(ATTENTION_NAME, attend)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.block_size = block_size
+        self._model = model.eval().requires_grad_(False)
+        self._decoder: Any = model.base_model
+        self._config = model.config.get_text_config()
+        self._head: Any = model.get_output_embeddings()
+        self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
+        self._kv = PagedKV(0, block_size)
+        self._projections: dict[str, FeatureProjection] = {}
+        self._plan: Callable[[RaggedBatch], StepAttention] = self._padded
+        if self.device.type == "cuda" and self.dtype != torch.float32:
+            from dspark.models.targets.attention_cuda import FlashInferAttention
+
+            self._plan = FlashInferAttention(self._config, self.device, self.dtype).plan_for(
+                lambda: self._kv
+            )
+
+    def _padded(self, batch: RaggedBatch) -> StepAttention:
+        return PaddedAttention(batch, self._kv, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    @property
+    def name(self) -> str:
+        return f"transformers-{str(self.dtype).removeprefix('torch.')}-{self.device.type}"
+
+    @cached_property
+    def target_id(self) -> str:
+        """Hash of the configuration and a sample of every weight."""
+        digest = hashlib.blake2b(digest_size=8)
+        digest.update(f"{self._config.model_type} {self._config.vocab_size}".encode())
+        for name, tensor in self._model.state_dict().items():
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.flatten()[:16].float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._head.weight.shape[0])
+
+    @property
+    def context_length(self) -> int:
+        return int(self._config.max_position_embeddings)
+
+    def allocate(self, blocks: int) -> None:
+        self._kv = PagedKV(blocks, self.block_size)
+
+    def copy(self, src_block: int, dst_block: int) -> None:
+        self._kv.copy(src_block, dst_block)
+
+    def load_projection(self, projection: FeatureProjection) -> None:
+        layers = len(self._decoder.layers)
+        for layer in projection.layer_ids:
+            if not -1 <= layer < layers - 1:
+                raise ModelError(
+                    f"context features of layer {layer}: the target has layers -1 (embeddings) "
+                    f"to {layers - 2}, the last one is not allowed"
+                )
+        self._projections[projection.feature_id] = projection.to(self.device, self.dtype)
+
+    def unload_projection(self, feature_id: str) -> None:
+        self._projections.pop(feature_id, None)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch) -> StepOutput:
+        rows = torch.from_numpy(batch.logit_rows).to(self.device)
+        with _Taps(self._decoder.layers, self._wanted_layers(batch)) as taps:
+            hidden = self._decoder(
+                input_ids=torch.from_numpy(batch.token_ids).to(self.device)[None].long(),
+                position_ids=torch.from_numpy(batch.positions).to(self.device)[None].long(),
+                use_cache=False,
+                dspark_step=self._plan(batch),
+            ).last_hidden_state[0]
+        logits = self._head(hidden if len(rows) == len(hidden) else hidden[rows])
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return StepOutput(logits.float(), self._features(batch, taps.hidden))
+
+    def _wanted_layers(self, batch: RaggedBatch) -> set[int]:
+        if not len(batch.feature_rows):
+            return set()
+        return {layer for p in self._projections.values() for layer in p.layer_ids}
+
+    def _features(
+        self, batch: RaggedBatch, hidden: dict[int, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        if not hidden:
+            return {}
+        rows = torch.from_numpy(batch.feature_rows).to(self.device)
+        return {
+            feature_id: projection.apply(
+                torch.cat([hidden[layer][rows] for layer in projection.layer_ids], dim=-1)
+            )
+            for feature_id, projection in self._projections.items()
+        }
+
+
+class _Taps:
+    """Hooks that keep the hidden states of chosen layers for the length of one step."""
+
+    def __init__(self, layers: Any, wanted: set[int]) -> None:
+        self.hidden: dict[int, torch.Tensor] = {}
+        self._layers = layers
+        self._wanted = wanted
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Taps:
+        for layer in self._wanted:
+            # The input of layer i + 1 is the output of layer i, and the embeddings come as the
+            # input of layer 0: one kind of hook serves both.
+            self._hooks.append(
+                self._layers[layer + 1].register_forward_pre_hook(self._keep(layer))
+            )
+        return self
+
+    def _keep(self, layer: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        def hook(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+            self.hidden[layer] = args[0][0]
+
+        return hook
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()

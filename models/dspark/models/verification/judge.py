@@ -1,0 +1,88 @@
+"""One sequence's verdict: its rows of logits, its parameters, its draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dspark.core.sampling import SamplingMode, SamplingParams
+from dspark.core.verdicts import Verdict
+from dspark.models.verification.counts import TokenCounts
+from dspark.models.verification.distribution import (
+    LogitRow,
+    Mask,
+    Probabilities,
+    adjust,
+    probabilities,
+    token_logprob,
+    top_logit,
+)
+from dspark.models.verification.rules import verify_coupled, verify_own, verify_rejection
+from dspark.models.verification.support import Weights
+
+_NO_COUNTS = TokenCounts()
+
+
+def argmax_rows(logits: torch.Tensor) -> NDArray[np.int64]:
+    """The lowest id of the largest logit in each row of [L, V]: int64 [L], one call for a step.
+
+    Sequences that are `params.plain` need no more than this and `verify_greedy`.
+    """
+    ids: NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
+    return ids
+
+
+def judge(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    draft_ids: Sequence[int],
+    *,
+    output_position: int,
+    rng: np.random.Generator,
+    choice: int = 0,
+    stop_ids: Collection[int] = (),
+    counts: TokenCounts | None = None,
+    mask: Callable[[int], Mask | None] | None = None,
+    support_ids: NDArray[np.int32] | None = None,
+    support_weights: Weights | None = None,
+) -> Verdict:
+    """The verdict on x_1..x_ℓ by the rule of params.mode, row k as if x_1..x_k were committed (L4).
+
+    logits: float32 [ℓ+1, V], row 0 the anchor's; not written to. output_position: generated tokens
+    before x_1. stop_ids: all that would end this request. counts: of committed tokens, needed if
+    params.penalized. mask(k): bool [V] of ids allowed after x_1..x_k, None for all. support: of the
+    draft, [≥ ℓ, M], rejection only. Draft ids and support must have passed the checks of L5.
+    Raises ModelError if a row has no finite largest logit.
+    """
+    if params.penalized and counts is None:
+        raise ValueError("penalties need the counts of the committed tokens")
+    raw: LogitRow = logits.detach().float().cpu().numpy()
+
+    def adjusted(k: int) -> LogitRow:
+        seen = _NO_COUNTS if counts is None else counts.after(draft_ids[:k])
+        banned = stop_ids if output_position + k < params.min_tokens else ()
+        return adjust(raw[k], params, seen, banned, None if mask is None else mask(k))
+
+    def greedy_token(k: int) -> int:
+        row = adjusted(k)
+        top_logit(row)
+        return int(row.argmax())
+
+    def p(k: int) -> Probabilities:
+        return probabilities(adjusted(k), params)
+
+    if params.mode is SamplingMode.GREEDY:
+        verdict = verify_own(greedy_token, draft_ids)
+    elif params.seed is not None:
+        verdict = verify_coupled(p, draft_ids, params.seed, choice, output_position)
+    else:
+        verdict = verify_rejection(p, draft_ids, support_ids, support_weights, rng)
+    if not params.logprobs:
+        return verdict
+    chosen = zip(raw, verdict.ids, strict=False)  # rows after a rejection have no token
+    tops = (token_logprob(row, token, params.top_logprobs) for row, token in chosen)
+    return replace(verdict, logprobs=tuple(tops))

@@ -1,0 +1,174 @@
+"""Asking drafters for blocks and taking their replies for what they are: untrusted hints (L5)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.core.drafts import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    DraftSampling,
+    NeedContext,
+)
+from dspark.core.sampling import SamplingMode
+from dspark.models.verification import check_support
+from dspark.verifier.features import FeatureCache
+from dspark.verifier.sequence import DraftInHand, Sequence
+
+# A drafter that answers NEED_CONTEXT twice for one round has lost more than a window.
+CONTEXT_RETRIES = 2
+
+
+def survival(logits: NDArray[np.float32], temperatures: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Raw confidence logits [γ] -> calibrated survival a_k = ∏_{i<=k} σ(logit_i / t_i).
+
+    Ends before the first logit that is not a finite number: only x_<k may be admitted then.
+    """
+    finite = np.isfinite(logits)
+    sound = len(logits) if finite.all() else int(np.argmin(finite))
+    z = logits[:sound].astype(np.float64) / temperatures[:sound]
+    return np.cumprod(1.0 / (1.0 + np.exp(-np.clip(z, -700, 700))))
+
+
+class DraftDesk:
+    """Sends each sequence's next DraftRequest and keeps what comes back in `sequence.draft`.
+
+    Faulty replies are counted by kind in `faults` and count as no draft; nothing a drafter says can
+    raise here. `draft_s`: running mean of the seconds one drafter call took.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        features: FeatureCache,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.faults: Counter[str] = Counter()
+        self.received = 0
+        self.draft_s: dict[str, float] = {}
+        self._drafters = drafters
+        self._features = features
+        self._vocab_size = vocab_size
+        self._clock = clock
+
+    def ask(self, sequences: Seq[Sequence]) -> None:
+        """One call to each drafter for all its sequences; replies land in `sequence.draft`."""
+        by_drafter: dict[str, list[Sequence]] = {}
+        for sequence in sequences:
+            by_drafter.setdefault(sequence.drafter, []).append(sequence)
+        for name, asking in by_drafter.items():
+            begin = self._clock()
+            self._ask_one(self._drafters[name], asking)
+            spent = self._clock() - begin
+            self.draft_s[name] = 0.9 * self.draft_s.get(name, spent) + 0.1 * spent
+
+    def _ask_one(self, drafter: Drafter, asking: list[Sequence]) -> None:
+        for _ in range(CONTEXT_RETRIES):
+            requests = [self._request(sequence) for sequence in asking]
+            try:
+                replies = drafter.propose(requests)
+            except Exception:  # an untrusted reply may be wrong in any way at all
+                self.faults["raised"] += 1
+                return
+            if len(replies) != len(requests):
+                self.faults["wrong count"] += 1
+                return
+            again = []
+            for sequence, request, reply in zip(asking, requests, replies, strict=True):
+                if isinstance(reply, NeedContext):
+                    self.faults["need context"] += 1
+                    if 0 <= reply.start < request.anchor_position:
+                        sequence.sent = reply.start
+                        again.append(sequence)
+                else:
+                    self._accept(sequence, request, reply)
+            if not again:
+                return
+            asking = again
+
+    def _request(self, sequence: Sequence) -> DraftRequest:
+        state = sequence.state
+        params = state.request.sampling
+        sampling = DraftSampling(
+            params.mode, params.temperature, params.seed or 0, state.request.choice
+        )
+        features = None
+        if sequence.feature_id:
+            features = self._features.read(
+                sequence.feature_id, sequence.blocks, sequence.sent, len(state.ids) - 1
+            )
+        return DraftRequest(
+            session=sequence.session,
+            round=sequence.round,
+            start=sequence.sent,
+            tokens=tuple(state.ids[sequence.sent :]),
+            features=features,
+            output_position=state.outputs,
+            sampling=sampling,
+            gamma=min(sequence.gamma, state.draft_room),
+            traceparent=state.request.traceparent,
+        )
+
+    def _accept(self, sequence: Sequence, request: DraftRequest, reply: object) -> None:
+        fault = self._fault(request, reply)
+        if fault is not None or not isinstance(reply, Draft):
+            self.faults[fault or "not a draft"] += 1
+            return
+        sequence.sent = request.anchor_position
+        if not reply.ids:
+            return
+        self.received += 1
+        sequence.draft = DraftInHand(
+            number=self.received,
+            draft=reply,
+            survival=survival(reply.confidence_logits, np.ones(len(reply.ids))),
+        )
+        if len(sequence.draft.survival) < len(reply.ids):
+            self.faults["bad confidence"] += 1
+
+    def _fault(self, request: DraftRequest, reply: object) -> str | None:
+        """What makes a reply no draft as a whole, or None."""
+        if not isinstance(reply, Draft):
+            return "not a draft"
+        if (reply.session, reply.round) != (request.session, request.round):
+            return "stale"
+        if len(reply.ids) > request.gamma:
+            return "too long"
+        logits = reply.confidence_logits
+        if not isinstance(logits, np.ndarray) or logits.shape != (len(reply.ids),):
+            return "malformed"
+        try:
+            if logits.dtype.kind != "f" or not all(
+                0 <= int(token) < self._vocab_size for token in reply.ids
+            ):
+                return "malformed"
+        except (TypeError, ValueError):
+            return "malformed"
+        if request.sampling.mode is SamplingMode.REJECTION and not self._support_is_sound(
+            request, reply
+        ):
+            return "bad support"
+        return None
+
+    def _support_is_sound(self, request: DraftRequest, draft: Draft) -> bool:
+        ids, weights = draft.support_ids, draft.support_weights
+        if ids is None and weights is None:
+            return True
+        if ids is None or weights is None:
+            return False
+        return check_support(ids, weights, draft.ids, self._vocab_size)
+
+    def close(self, sequence: Sequence) -> None:
+        """The sequence is over: its session goes."""
+        if sequence.drafter:
+            try:
+                self._drafters[sequence.drafter].close(sequence.session)
+            except Exception:  # the same distrust on the way out
+                self.faults["raised"] += 1

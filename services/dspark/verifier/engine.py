@@ -1,0 +1,289 @@
+"""The verifier's engine: compose, plan, forward, judge, commit, ask for the next drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
+
+import numpy as np
+
+from dspark.core.config import EngineConfig
+from dspark.core.drafts import Drafter
+from dspark.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DsparkError,
+    InvalidRequest,
+    Overloaded,
+)
+from dspark.core.requests import (
+    Committed,
+    Event,
+    Finished,
+    FinishReason,
+    Limits,
+    Request,
+    SpeculationFigures,
+    check_request,
+)
+from dspark.core.sequence import SequenceState
+from dspark.models.targets.backend import Backend, StepOutput
+from dspark.core.verdicts import Verdict
+from dspark.models.verification import TokenCounts, argmax_rows
+from dspark.scheduler import OnlineStepCost, Policy
+from dspark.verifier.batcher import Batcher, Item
+from dspark.verifier.drafting import DraftDesk
+from dspark.verifier.figures import Figures, Stopwatch
+from dspark.verifier.flatten import flatten
+from dspark.verifier.judging import Outcome, judge_step
+from dspark.verifier.kv_cache import KVCache
+from dspark.verifier.planning import StepPlan, StepPlanner
+from dspark.verifier.sequence import Sequence
+
+Key = tuple[str, int]
+EngineEvent = tuple[Key, Event]
+
+
+class Engine:
+    """Runs requests on one target. Not thread-safe: one caller submits, cancels and steps.
+
+    drafters: by name; the first is the default. clock: seconds; deadlines are points on it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        cost: OnlineStepCost,
+        *,
+        drafters: Mapping[str, Drafter] | None = None,
+        eos_ids: Collection[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        self.config = config
+        self.figures = Figures()
+        self.limits = Limits(
+            backend.vocab_size,
+            backend.context_length,
+            config.kv_blocks * backend.block_size,
+        )
+        self.cache = KVCache(backend, config.kv_blocks)
+        self.drafters = dict(drafters or {})
+        self.desk = DraftDesk(self.drafters, self.cache.features, backend.vocab_size)
+        self.planner = StepPlanner(cost, Policy.parse(config.verify), config.max_step_tokens)
+        self._backend = backend
+        self._batcher = Batcher(self.cache, config)
+        self._eos_ids = frozenset(eos_ids)
+        self._clock = clock
+        self._rng = rng or np.random.default_rng()
+        self._sequences: dict[Key, Sequence] = {}
+        self._arrivals = 0
+        self._events: list[EngineEvent] = []
+        for drafter in self.drafters.values():
+            if drafter.card.feature_id:
+                self.cache.features.open(drafter.card.feature_id, drafter.card.feature_width)
+
+    @property
+    def idle(self) -> bool:
+        return not self._sequences and not self._events
+
+    @property
+    def active(self) -> int:
+        """Requests' choices that are waiting or running."""
+        return len(self._sequences)
+
+    @property
+    def preemptions(self) -> int:
+        return self._batcher.preemptions
+
+    def submit(self, request: Request) -> None:
+        """Queue one choice. Raises InvalidRequest or Overloaded and then keeps nothing of it."""
+        check_request(request, self.limits)
+        drafter, gamma = self._speculation(request)
+        key = (request.request_id, request.choice)
+        running = self._sequences.get(key)
+        if running is not None and running.state.request.attempt >= request.attempt:
+            raise InvalidRequest(
+                "attempt",
+                request.attempt,
+                f"is not newer than attempt {running.state.request.attempt}, which is running",
+            )
+        if len(self._batcher.waiting) >= self.config.max_waiting:
+            raise Overloaded(
+                f"{len(self._batcher.waiting)} requests are waiting, the limit is "
+                f"{self.config.max_waiting}",
+                self.config.retry_after_s,
+            )
+        if running is not None:
+            self._finish(running, Cancelled(f"attempt {request.attempt} took over"))
+        self._arrivals += 1
+        state = SequenceState(
+            request,
+            eos_ids=self._eos_ids,
+            max_tokens_total=self.limits.sequence_tokens,
+            arrival=self._arrivals,
+        )
+        sequence = Sequence(state, rng=self._rng.spawn(1)[0], drafter=drafter, gamma=gamma)
+        if drafter:
+            sequence.feature_id = self.drafters[drafter].card.feature_id
+        if request.sampling.penalized:
+            sequence.counts = TokenCounts.of(request.prompt_ids, state.ids[state.prompt_tokens :])
+        self._sequences[key] = sequence
+        if state.finish is not None:
+            self._finish(sequence)
+        else:
+            self._batcher.add(sequence)
+
+    def _speculation(self, request: Request) -> tuple[str, int]:
+        """Drafter and γ of a request: its wish within the operator's limits."""
+        wish = request.speculation
+        if wish.verify is not None:
+            Policy.parse(wish.verify)
+        name = wish.drafter if wish.drafter is not None else next(iter(self.drafters), "none")
+        if name == "none":
+            return "", 0
+        if name not in self.drafters:
+            known = ", ".join([*self.drafters, "none"])
+            raise InvalidRequest("speculation.drafter", name, f"is not one of: {known}")
+        gamma = min(self.config.gamma, self.drafters[name].card.gamma)
+        if wish.gamma is not None:
+            if wish.gamma < 0:
+                raise InvalidRequest("speculation.gamma", wish.gamma, "must be at least 0")
+            gamma = min(gamma, wish.gamma)
+        return (name, gamma) if gamma else ("", 0)
+
+    def cancel(self, request_id: str, choice: int = 0) -> None:
+        """The caller hung up: free everything at once. An unknown request is fine."""
+        sequence = self._sequences.get((request_id, choice))
+        if sequence is not None:
+            self._finish(sequence, Cancelled("cancelled by the caller"))
+
+    def step(self) -> list[EngineEvent]:
+        """Run one step; returns what was committed and what ended since the last call."""
+        clock = Stopwatch()
+        self._expire()
+        items = self._batcher.compose()
+        if items:
+            step = self.planner.plan(items)
+            batch = flatten(items, step.lengths, self.cache)
+            with clock.lap("forward"):
+                output = self._backend.forward(batch)
+                argmax = argmax_rows(output.logits)
+            verdicts = judge_step(items, step.lengths, output.logits, argmax)
+            self.planner.learn(items, step, clock.laps["forward"])
+            self._keep_features(items, step.lengths, verdicts, output)
+            self._commit(items, step.lengths, verdicts)
+            with clock.lap("draft"):
+                self._ask_for_drafts(items, step)
+            self.figures.add_step(clock, step)
+        return self.take_events()
+
+    def take_events(self) -> list[EngineEvent]:
+        """What was committed and what ended since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def fail(self, error: DsparkError) -> None:
+        """End every choice with `error`: a step broke, or the engine stops."""
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, error)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for sequence in list(self._sequences.values()):
+            deadline = sequence.state.request.deadline
+            if deadline is not None and now >= deadline:
+                self._finish(sequence, DeadlineExceeded("the request's deadline passed"))
+
+    def _keep_features(
+        self, items: Seq[Item], lengths: Seq[int], verdicts: Seq[Outcome], output: StepOutput
+    ) -> None:
+        """Store features of tokens that stand; those of rejected rows are dropped (L4)."""
+        features = {name: rows.cpu().numpy() for name, rows in output.features.items()}
+        row = 0
+        for item, length, outcome in zip(items, lengths, verdicts, strict=True):
+            sequence = item.sequence
+            if not sequence.feature_id:
+                continue
+            accepted = outcome.accepted if isinstance(outcome, Verdict) else 0
+            rows = features[sequence.feature_id][row : row + item.tokens + accepted]
+            self.cache.features.store(
+                sequence.feature_id, sequence.blocks, sequence.state.computed, rows
+            )
+            row += item.tokens + length
+
+    def _commit(self, items: Seq[Item], lengths: Seq[int], verdicts: Seq[Outcome]) -> None:
+        for item, length, outcome in zip(items, lengths, verdicts, strict=True):
+            sequence = item.sequence
+            sequence.state.computed += item.tokens
+            if isinstance(outcome, DsparkError):
+                self._finish(sequence, outcome)
+            elif outcome is not None:
+                self._commit_one(item, length, outcome)
+            if sequence.blocks:
+                self.cache.remember(sequence)
+
+    def _commit_one(self, item: Item, verified: int, verdict: Verdict) -> None:
+        sequence, state = item.sequence, item.sequence.state
+        index = state.outputs
+        stand = state.commit(verdict.ids)
+        accepted = min(verdict.accepted, stand)
+        # The last token that stands is the new anchor, or the end; it counts as not computed even
+        # where a cut made an accepted draft token the last one.
+        state.computed += min(accepted, stand - 1)
+        figures = SpeculationFigures()
+        if item.decoding and index:
+            drafted = 0 if sequence.draft is None else len(sequence.draft.draft.ids)
+            figures = SpeculationFigures(1, drafted, verified, accepted)
+        sequence.draft = None
+        sequence.round += 1
+        ids = verdict.ids[:stand]
+        if sequence.counts is not None:
+            sequence.counts = sequence.counts.after(ids)
+        state.figures += figures
+        self.figures.add_commit(stand, figures, verdict.fallbacks)
+        event = Committed(index, ids, verdict.logprobs[:stand], figures)
+        self._events.append((state.key, event))
+        if state.finish is not None:
+            self._finish(sequence)
+
+    def _ask_for_drafts(self, items: Seq[Item], step: StepPlan) -> None:
+        share = 1 / max(step.R, 1)
+        asking = []
+        for item in items:
+            sequence, state = item.sequence, item.sequence.state
+            ready = state.uncomputed == 1 and state.finish is None and sequence.blocks
+            if not ready or not sequence.drafter or not state.draft_room:
+                continue
+            draft_s = self.desk.draft_s.get(sequence.drafter, 0.0) * share
+            if self.planner.worth_asking(sequence, draft_s, step):
+                sequence.rounds_unasked = 0
+                asking.append(sequence)
+            else:
+                sequence.rounds_unasked += 1
+        self.desk.ask(asking)
+
+    def _finish(self, sequence: Sequence, error: DsparkError | None = None) -> None:
+        """The last event of a sequence; everything it held goes back."""
+        state = sequence.state
+        reason = FinishReason.ERROR if error is not None else state.finish
+        assert reason is not None, "a sequence without an end cannot finish"
+        self._batcher.remove(sequence)
+        self.desk.close(sequence)
+        del self._sequences[state.key]
+        self._events.append((state.key, Finished(reason, state.usage, state.figures, error)))
+
+    def check_integrity(self) -> None:
+        """Every block is free, idle or owned once; every sequence is in one queue. AssertionError."""
+        running, waiting = self._batcher.running, self._batcher.waiting
+        self.cache.pool.check_integrity([s.blocks for s in running])
+        assert not any(s.blocks for s in waiting), "a waiting sequence owns blocks"
+        assert sorted(map(id, (*running, *waiting))) == sorted(
+            map(id, self._sequences.values())
+        ), "a sequence is lost or queued twice"
+        for sequence in running:
+            state = sequence.state
+            assert state.computed < len(state.ids), "nothing is left to compute"
+            held = len(sequence.blocks) * self.cache.pool.block_size
+            assert held >= state.computed, "computed tokens without a block"

@@ -1,0 +1,58 @@
+"""Verdicts of one step: each sequence's rows of logits against its draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dspark.core.errors import DsparkError
+from dspark.core.verdicts import Verdict
+from dspark.models.verification import judge, verify_greedy
+from dspark.verifier.batcher import Item
+
+# A verdict, None for a prefill chunk that does not reach its end, or what went wrong.
+Outcome = Verdict | DsparkError | None
+
+
+def judge_step(
+    items: Seq[Item], lengths: Seq[int], logits: torch.Tensor, argmax: NDArray[np.int64]
+) -> list[Outcome]:
+    """One outcome an item. logits: float32 [L, V] in the order of `flatten`; argmax: int64 [L]."""
+    outcomes: list[Outcome] = []
+    row = 0
+    for item, length in zip(items, lengths, strict=True):
+        if not item.reaches_end:
+            outcomes.append(None)
+            continue
+        rows = slice(row, row + 1 + length)
+        draft = item.sequence.draft
+        draft_ids = () if draft is None else draft.draft.ids[:length]
+        if item.sequence.state.request.sampling.plain:
+            outcomes.append(verify_greedy(argmax[rows], draft_ids))
+        else:
+            outcomes.append(_judge_one(item, logits[rows], draft_ids))
+        row = rows.stop
+    return outcomes
+
+
+def _judge_one(item: Item, logits: torch.Tensor, draft_ids: tuple[int, ...]) -> Outcome:
+    sequence, state = item.sequence, item.sequence.state
+    draft = None if sequence.draft is None else sequence.draft.draft
+    try:
+        return judge(
+            logits,
+            state.request.sampling,
+            draft_ids,
+            output_position=state.outputs,
+            rng=sequence.rng,
+            choice=state.request.choice,
+            stop_ids=state.stop_ids,
+            counts=sequence.counts,
+            support_ids=None if draft is None else draft.support_ids,
+            support_weights=None if draft is None else draft.support_weights,
+        )
+    except DsparkError as error:  # a row without a finite logit costs its own request only
+        return error

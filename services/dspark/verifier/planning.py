@@ -1,0 +1,155 @@
+"""Verify lengths of one step: the planner's pure functions, fed with what the barrier allows (L2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.core.sampling import SamplingMode
+from dspark.scheduler import (
+    OnlineStepCost,
+    Policy,
+    PolicyKind,
+    capacity,
+    plan,
+    saving,
+    scaled,
+    worth_drafting,
+)
+from dspark.verifier.batcher import Item
+from dspark.verifier.sequence import Sequence
+
+# Weight of the newest round in a request's mean saving.
+SAVING_RATE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """K of a past step with R requests; usable for drafts that came after number `seen_through`."""
+
+    K: int
+    R: int
+    seen_through: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """lengths: draft tokens to verify, one a step item. seconds: what the step should take."""
+
+    lengths: list[int]
+    P: int
+    R: int
+    B: int
+    context: int
+    seconds: float
+
+
+def free_to_look_ahead(item: Item) -> bool:
+    """Whether any truncation of this draft is lossless: greedy and coupled ones, and those that are
+    a function of committed history."""
+    draft = item.sequence.draft
+    return (
+        draft is None
+        or draft.draft.looks_back_only
+        or item.sequence.state.request.sampling.mode is not SamplingMode.REJECTION
+    )
+
+
+class StepPlanner:
+    """Plans each step, and learns what drafts are worth from steps whose verdicts are in."""
+
+    def __init__(self, cost: OnlineStepCost, policy: Policy, max_tokens: int) -> None:
+        self.cost = cost
+        self.local_plans = 0
+        self._default = policy
+        self._max_tokens = max_tokens
+        self._capacity: Capacity | None = None
+
+    def plan(self, items: list[Item]) -> StepPlan:
+        """Lengths for a step's items. Requests with a policy of their own are settled first; what
+        they take is part of the step that the others are planned into."""
+        decoding = [item for item in items if item.decoding]
+        P = sum(item.tokens for item in items if not item.decoding)
+        R = len(decoding)
+        context = sum(item.sequence.state.computed for item in items)
+        lengths: dict[int, int] = {}
+        by_policy: dict[Policy, list[Item]] = {}
+        for item in decoding:
+            by_policy.setdefault(self._policy(item.sequence), []).append(item)
+        for policy in sorted(by_policy, key=_is_joint):
+            group = by_policy[policy]
+            others = P + R - len(group) + sum(lengths.values())
+            planned = plan(
+                [_admissible(item) for item in group],
+                self.cost.current,
+                others,
+                len(group),
+                context,
+                policy,
+                capacity=self._usable_capacity(group) if policy.kind is PolicyKind.TOP_K else None,
+                lookahead=all(free_to_look_ahead(item) for item in group),
+                max_tokens=self._max_tokens,
+            )
+            lengths.update(zip(map(id, group), planned.tolist(), strict=True))
+        verify = [lengths.get(id(item), 0) for item in items]
+        B = P + R + sum(verify)
+        return StepPlan(verify, P, R, B, context, self.cost.current.seconds(P, R, B, context))
+
+    def _policy(self, sequence: Sequence) -> Policy:
+        asked = sequence.state.request.speculation.verify
+        return self._default if asked is None else Policy.parse(asked)
+
+    def _usable_capacity(self, group: list[Item]) -> int | None:
+        """The past's K for this many requests, or None where a draft in hand is older than it."""
+        known = self._capacity
+        drafts = [item.sequence.draft for item in group if item.sequence.draft is not None]
+        if known is None or any(d.number <= known.seen_through for d in drafts):
+            self.local_plans += 1
+            return None
+        return scaled(known.K, known.R, len(group))
+
+    def learn(self, items: list[Item], step: StepPlan, seconds: float) -> None:
+        """Take in a step whose verdicts are known: how long it took, what its drafts promised."""
+        self.cost.observe(step.P, step.R, step.B, step.context, seconds)
+        drafted = [item for item in items if item.decoding and item.sequence.draft is not None]
+        if not drafted:
+            return
+        survivals = [_admissible(item) for item in drafted]
+        self._renew_capacity(drafted, survivals, step)
+        length_of = dict(zip(map(id, items), step.lengths, strict=True))
+        lengths = np.array([length_of[id(item)] for item in drafted])
+        cost = self.cost.current
+        plain_s = cost.seconds(step.P, step.R, step.P + step.R, step.context)
+        saved = saving(survivals, lengths, step.R / plain_s, step.seconds - plain_s)
+        for item, seconds_saved in zip(drafted, saved.tolist(), strict=True):
+            sequence = item.sequence
+            before = seconds_saved if sequence.saving_s is None else sequence.saving_s
+            sequence.saving_s = (1 - SAVING_RATE) * before + SAVING_RATE * seconds_saved
+
+    def _renew_capacity(
+        self, drafted: list[Item], survivals: list[NDArray[np.float64]], step: StepPlan
+    ) -> None:
+        newest = max(item.sequence.draft.number for item in drafted if item.sequence.draft)
+        if self._capacity is None or newest > self._capacity.seen_through:
+            without = [np.empty(0)] * (step.R - len(drafted))
+            K = capacity([*survivals, *without], self.cost.current, step.P, step.R, step.context)
+            self._capacity = Capacity(K, step.R, newest)
+
+    def worth_asking(self, sequence: Sequence, draft_s: float, step: StepPlan) -> bool:
+        """Draft at all: while drafts save more than they cost, and now and then to see again."""
+        return worth_drafting(
+            sequence.saving_s, draft_s, step.seconds, sequence.rounds_unasked, max(step.R, 1)
+        )
+
+
+def _is_joint(policy: Policy) -> bool:
+    return policy.kind in (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
+
+
+def _admissible(item: Item) -> NDArray[np.float64]:
+    draft = item.sequence.draft
+    if draft is None:
+        return np.empty(0)
+    return draft.survival[: item.draft_cap]

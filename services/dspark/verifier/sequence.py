@@ -1,0 +1,53 @@
+"""A choice as the engine runs it: its tokens, its KV blocks, its draft session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dspark.core.drafts import Draft
+from dspark.core.sequence import SequenceState
+from dspark.models.verification import TokenCounts
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInHand:
+    """A validated draft waiting for its verify step.
+
+    number: order of arrival at this verifier, the unit of the causal barrier. survival: float64 [γ],
+    non-increasing, calibrated; shorter than the draft's ids where confidence stopped making sense.
+    """
+
+    number: int
+    draft: Draft
+    survival: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """blocks: KV blocks, in order. names: digests of the full ones known to the prefix cache.
+
+    feature_id: what its drafter reads ("" = tokens only), fixed for its life. sent: first position
+    its draft session has not been told of. saving_s: running mean of the seconds a round's draft
+    saved, None before the first one. rounds_unasked: rounds since a draft was last asked for.
+    """
+
+    state: SequenceState
+    rng: np.random.Generator
+    counts: TokenCounts | None = None
+    drafter: str = ""
+    gamma: int = 0
+    feature_id: str = ""
+    blocks: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    draft: DraftInHand | None = None
+    round: int = 0
+    sent: int = 0
+    saving_s: float | None = None
+    rounds_unasked: int = 0
+
+    @property
+    def session(self) -> str:
+        request = self.state.request
+        return f"{request.request_id}/{request.choice}/{request.attempt}"
