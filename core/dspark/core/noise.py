@@ -33,8 +33,8 @@ _CHUNK = 8192
 
 
 def philox4x32(even: WordArray, odd: WordArray, key: WordArray) -> None:
-    """Philox4x32-10 of n counters, in place. even: words c0 and c2, uint64 [2, n]; odd: c1 and c3;
-    key: [2, 1] or [2, n]; all below 2^32. Words are kept in 64 bits so that a product needs no cast.
+    """Philox4x32-10 of n counters, in place. even: words c0, c2, uint64 [2, n]; odd: c1, c3; key:
+    [2, 1] or [2, n]; all below 2^32. Words are kept in 64 bits so that a product needs no cast.
 
     One round, with hi and lo of a 64-bit product, and the key moved on by its Weyl constants:
         c0, c1, c2, c3 = hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)
@@ -84,7 +84,7 @@ def gumbel_at(
     A drafter asks for R requests' candidates with seeds, choices, positions [R, 1] and token_ids
     [R, M]. seeds: uint64 (a negative seed mod 2^64); the others non-negative below 2^32.
     """
-    arrays = (np.asarray(a).astype(np.uint64) for a in (seeds, choices, positions, token_ids))
+    arrays = (np.asarray(a, np.uint64) for a in (seeds, choices, positions, token_ids))
     seed, choice, position, ids = np.broadcast_arrays(*arrays)
     even = np.stack((ids.ravel() >> np.uint64(2), choice.ravel()))
     odd = np.stack((position.ravel(), np.zeros(ids.size, np.uint64)))

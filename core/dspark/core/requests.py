@@ -104,12 +104,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens that stand for good. index: output position of the first of `ids`."""
+    """Tokens that stand for good. index: output position of the first of `ids`. cached_tokens: of
+    the prompt, those that the prefix cache brought."""
 
     index: int
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     speculation: SpeculationFigures = field(default_factory=SpeculationFigures)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

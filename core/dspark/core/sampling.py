@@ -112,9 +112,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         limit = "" if p.max_tokens is None else f" and at most max_tokens = {p.max_tokens}"
         raise InvalidRequest("min_tokens", p.min_tokens, f"must be at least 0{limit}")
     if not 0 <= p.top_logprobs <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(
-            "top_logprobs", p.top_logprobs, f"must be in [0, {MAX_TOP_LOGPROBS}]"
-        )
+        raise InvalidRequest("top_logprobs", p.top_logprobs, f"must be in [0, {MAX_TOP_LOGPROBS}]")
     if p.top_logprobs and not p.logprobs:
         raise InvalidRequest("top_logprobs", p.top_logprobs, "needs logprobs to be true")
 
@@ -142,9 +140,7 @@ def _stops(p: SamplingParams, vocab_size: int) -> None:
         if not text:
             raise InvalidRequest("stop", text, "must not be an empty string")
         if len(text) > MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                "stop", text, f"is longer than {MAX_STOP_STRING_CHARS} characters"
-            )
+            raise InvalidRequest("stop", text, f"is longer than {MAX_STOP_STRING_CHARS} characters")
     if len(p.stop_ids) > MAX_STOP_IDS:
         raise InvalidRequest("stop_ids", len(p.stop_ids), f"has more than {MAX_STOP_IDS} ids")
     for token in p.stop_ids:

@@ -7,7 +7,7 @@ safetensors are read and no code of a checkpoint is run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,17 +79,12 @@ def load_target(path: Path, *, dtype: torch.dtype, device: str) -> PreTrainedMod
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # check_fit tells which
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a strange configuration ends in whatever its code runs into
         raise ModelError(f"{path}: cannot be loaded: {summary(error)}") from error
-    # transformers would fill these at random and warn.
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise ModelError(
-            f"{path}: config.json asks for {len(missing)} tensors that the weights lack, "
-            f"first {missing[0]}"
-        )
+    check_fit(path, info)
     try:
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:  # no such device, or no room on it
@@ -107,10 +102,27 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"{path}: has no tokenizer that loads: {summary(error)}") from error
 
 
+def check_fit(source: Path, info: Mapping[str, Any]) -> None:
+    """Raise `ModelError` where transformers warns and goes on with random numbers.
+
+    info: its `output_loading_info`.
+    """
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{source}: lacks {len(missing)} tensors that its configuration asks for, "
+            f"first {missing[0]}"
+        )
+    if wrong := sorted(info["mismatched_keys"]):
+        name, held, asked = wrong[0]
+        raise ModelError(
+            f"{source}: {len(wrong)} tensors do not fit its configuration, first {name}: "
+            f"{list(held)} instead of {list(asked)}"
+        )
+
+
 def summary(error: Exception) -> str:
-    """The first line of an error that another library raised; its type where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    """The type and first line of an error that another library raised, at most 200 characters."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 @contextmanager

@@ -77,9 +77,7 @@ class Batcher:
     def _admit(self) -> None:
         """Start waiting sequences while they fit. One whose next block is being computed by a
         running sequence is held back: in a step or two it will find that block cached."""
-        being_computed = {
-            self._next_block(s) for s in self.running if s.state.uncomputed > 1
-        } - {None}
+        being_computed = {self._next_block(s) for s in self.running if s.state.uncomputed > 1}
         held = []
         while self.waiting and len(self.running) < self._config.max_sequences:
             sequence = self.waiting.pop(0)
@@ -103,11 +101,12 @@ class Batcher:
         return digest(sequence.names[-1] if sequence.names else b"", tokens)
 
     def _shares_next_block(self, sequence: Sequence, being_computed: set[bytes | None]) -> bool:
-        if not being_computed:
+        if not being_computed - {None}:  # a part-filled block has no name and is not waited for
             return False
         match = self._cache.pool.match(sequence.state.ids[:-1], sequence.feature_id)
         sequence.names = list(match.names)
-        return self._next_block(sequence) in being_computed
+        name = self._next_block(sequence)
+        return name is not None and name in being_computed
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for the sequence's anchor, taken from the least important if need be."""

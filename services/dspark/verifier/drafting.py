@@ -33,7 +33,8 @@ def survival(logits: NDArray[np.float32], temperatures: NDArray[np.float64]) -> 
     finite = np.isfinite(logits)
     sound = len(logits) if finite.all() else int(np.argmin(finite))
     z = logits[:sound].astype(np.float64) / temperatures[:sound]
-    return np.cumprod(1.0 / (1.0 + np.exp(-np.clip(z, -700, 700))))
+    confidences: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-np.clip(z, -700, 700)))
+    return np.cumprod(confidences, dtype=np.float64)
 
 
 class DraftDesk:

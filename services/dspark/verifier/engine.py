@@ -243,7 +243,7 @@ class Engine:
             sequence.counts = sequence.counts.after(ids)
         state.figures += figures
         self.figures.add_commit(stand, figures, verdict.fallbacks)
-        event = Committed(index, ids, verdict.logprobs[:stand], figures)
+        event = Committed(index, ids, verdict.logprobs[:stand], figures, state.cached or 0)
         self._events.append((state.key, event))
         if state.finish is not None:
             self._finish(sequence)
@@ -279,9 +279,9 @@ class Engine:
         running, waiting = self._batcher.running, self._batcher.waiting
         self.cache.pool.check_integrity([s.blocks for s in running])
         assert not any(s.blocks for s in waiting), "a waiting sequence owns blocks"
-        assert sorted(map(id, (*running, *waiting))) == sorted(
-            map(id, self._sequences.values())
-        ), "a sequence is lost or queued twice"
+        assert sorted(map(id, (*running, *waiting))) == sorted(map(id, self._sequences.values())), (
+            "a sequence is lost or queued twice"
+        )
         for sequence in running:
             state = sequence.state
             assert state.computed < len(state.ids), "nothing is left to compute"

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 
 from dspark.core.errors import DsparkError, Unavailable
@@ -50,7 +50,7 @@ class EngineRunner:
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    async def run(self, request: Request) -> AsyncIterator[Event]:
+    async def run(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one choice, the last one `Finished`. Raises InvalidRequest, Overloaded.
 
         Closing the iterator early cancels the choice in the engine.

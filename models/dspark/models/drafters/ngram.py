@@ -34,7 +34,9 @@ NEW, MISSED, HIT, STEADY = range(4)
 PRIOR_BY_RECORD = (-0.7, -1.6, -0.2, 0.5)
 PRIOR_BY_DOUBLING = 0.75
 PRIOR_WEIGHT = 8.0  # observations the prior is worth
-MEMORY = 1024.0  # observations after which an old one counts 1/e
+# Observations of a cell after which an old one counts 1/e. 1024 would gain 0.0003 of log loss here
+# and follow a change of load four times slower.
+MEMORY = 256.0
 
 
 class History:
@@ -185,9 +187,9 @@ class NgramDrafter:
             self._learn(session, committed)
             session.history.extend(committed)
             self._held += len(committed)
-            self._make_room()
         elif session.draft is not None and session.draft.round == request.round:
             return session.draft
+        self._make_room()
         return self._draft(session, request)
 
     def _learn(self, session: Session, committed: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -38,24 +39,28 @@ class TransformersBackend:
         self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
         self._kv = PagedKV(0, block_size)
         self._projections: dict[str, FeatureProjection] = {}
-        self._plan: Callable[[RaggedBatch], StepAttention] = self._padded
+        self._attention: Callable[[RaggedBatch], StepAttention] = self._padded
         if self.device.type == "cuda" and self.dtype != torch.float32:
-            from dspark.models.targets.attention_cuda import FlashInferAttention
-
-            self._plan = FlashInferAttention(self._config, self.device, self.dtype).plan_for(
-                lambda: self._kv
-            )
+            self._attention = self._flashinfer()
 
     def _padded(self, batch: RaggedBatch) -> StepAttention:
         return PaddedAttention(batch, self._kv, self.device)
 
+    def _flashinfer(self) -> Callable[[RaggedBatch], StepAttention]:
+        from dspark.models.targets.attention_cuda import WORKSPACE_BYTES, FlashInferStep
+
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        return lambda batch: FlashInferStep(batch, self._kv, self.device, workspace)
+
     @property
     def device(self) -> torch.device:
-        return self._model.device
+        device: torch.device = self._model.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._model.dtype
+        dtype: torch.dtype = self._model.dtype
+        return dtype
 
     @property
     def name(self) -> str:
@@ -82,6 +87,7 @@ class TransformersBackend:
     def allocate(self, blocks: int) -> None:
         self._kv = PagedKV(blocks, self.block_size)
 
+    @torch.inference_mode()
     def copy(self, src_block: int, dst_block: int) -> None:
         self._kv.copy(src_block, dst_block)
 
@@ -100,15 +106,17 @@ class TransformersBackend:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        rows = torch.from_numpy(batch.logit_rows).to(self.device)
         with _Taps(self._decoder.layers, self._wanted_layers(batch)) as taps:
             hidden = self._decoder(
                 input_ids=torch.from_numpy(batch.token_ids).to(self.device)[None].long(),
                 position_ids=torch.from_numpy(batch.positions).to(self.device)[None].long(),
                 use_cache=False,
-                dspark_step=self._plan(batch),
+                dspark_step=self._attention(batch),
             ).last_hidden_state[0]
-        logits = self._head(hidden if len(rows) == len(hidden) else hidden[rows])
+        rows = batch.logit_rows
+        if not np.array_equal(rows, np.arange(len(hidden))):
+            hidden = hidden[torch.from_numpy(rows).to(self.device)]
+        logits = self._head(hidden)
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return StepOutput(logits.float(), self._features(batch, taps.hidden))
@@ -145,9 +153,7 @@ class _Taps:
         for layer in self._wanted:
             # The input of layer i + 1 is the output of layer i, and the embeddings come as the
             # input of layer 0: one kind of hook serves both.
-            self._hooks.append(
-                self._layers[layer + 1].register_forward_pre_hook(self._keep(layer))
-            )
+            self._hooks.append(self._layers[layer + 1].register_forward_pre_hook(self._keep(layer)))
         return self
 
     def _keep(self, layer: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:

@@ -1,0 +1,39 @@
+"""What a person sees on stderr while long work goes on. Nothing of it reaches stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from dspark.deploy.single import Loaded, TargetConfig
+
+Advance = Callable[[int, int], None]
+
+
+def console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def bar(title: str, out: Console) -> Iterator[Advance]:
+    """A progress bar fed with (done, all); plain silence where stderr is no terminal."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, whole: progress.update(task, completed=done, total=whole)
+
+
+def load_with_progress(config: TargetConfig, *, profile: bool = False) -> Loaded:
+    """`dspark.deploy.single.load`, told to the person who waits for it."""
+    from dspark.deploy.single import Progress as Report
+    from dspark.deploy.single import load
+
+    out = console()
+    with bar("step cost", out) as steps:
+        report = Report(line=lambda text: out.print(f"[dim]{text}[/dim]"), steps=steps)
+        return load(config, report, profile=profile)

@@ -1,0 +1,62 @@
+"""`dspark profile`: what a step costs on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dspark.cli import options
+from dspark.cli.console import load_with_progress
+
+
+def profile(
+    model: options.Model = "smollm2-135m",
+    backend: options.Backend = "transformers",
+    dtype: options.DType = "float32",
+    device: options.Device = "cpu",
+    threads: options.Threads = 0,
+    cached: Annotated[
+        bool, typer.Option("--cached", help="Show the cached measurement if there is one.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure T(P, R, B, context), the seconds of a verifier step, and keep it for the planner.
+
+    P prefill tokens, R decoding requests, B tokens in all, context tokens in the KV cache.
+    """
+    from dspark.deploy.single import TargetConfig
+    from dspark.scheduler import hardware
+
+    config = TargetConfig(model=model, backend=backend, dtype=dtype, device=device, threads=threads)
+    loaded = load_with_progress(config, profile=not cached)
+    import torch
+
+    cost = loaded.cost
+    facts = {
+        "model": model,
+        "backend": backend,
+        "dtype": dtype,
+        "device": device,
+        "hardware": hardware(),
+        "threads": torch.get_num_threads(),
+        "measured_now": loaded.profiled,
+        "step_cost": asdict(cost),
+    }
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    out = Console(highlight=False)
+    out.print(f"{model}, {backend}, {dtype} on {device}, {facts['threads']} threads, {hardware()}")
+    table = Table("B", "ms", "ms a token", title="one sequence, B tokens")
+    for tokens, seconds in zip(cost.tokens, cost.table_s, strict=True):
+        table.add_row(str(tokens), f"{1e3 * seconds:.1f}", f"{1e3 * seconds / tokens:.2f}")
+    out.print(table)
+    out.print(
+        f"and {1e3 * cost.per_sequence_s:.3f} ms a sequence, "
+        f"{1e6 * cost.per_context_token_s:.2f} µs a token of context"
+    )

@@ -1,0 +1,126 @@
+"""One choice from request to text: a target's events in, pieces of text and a whole answer out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from dspark.core.requests import (
+    Committed,
+    Event,
+    Finished,
+    FinishReason,
+    Request,
+    SpeculationFigures,
+    TokenLogprob,
+    Usage,
+)
+from dspark.gateway.text import TextStream
+from dspark.gateway.tokenizer import Tokenizer
+
+
+class Target(Protocol):
+    """Whatever runs a request: an engine in this process, or a verifier behind gRPC."""
+
+    def run(self, request: Request) -> AsyncGenerator[Event, None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a client may see next: text, and the ids that came with it (text may lag behind)."""
+
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. ttft_s: to the first token. tpot_s: mean of a further token, 0 with only one."""
+
+    ttft_s: float
+    tpot_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A choice that ended well."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    speculation: SpeculationFigures
+    logprobs: tuple[TokenLogprob, ...]
+    timing: Timing
+
+
+async def stream_answer(
+    target: Target,
+    tokenizer: Tokenizer,
+    request: Request,
+    clock: Callable[[], float] = time.perf_counter,
+) -> AsyncIterator[Piece | Answer]:
+    """Pieces as they come, then the Answer. Raises the DsparkError that ended the choice.
+
+    A stop string ends the answer here and cancels the rest in the target: ids after the one that
+    completed it are neither shown nor counted.
+    """
+    params = request.sampling
+    text = TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens)
+    shown: list[str] = []
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    figures = SpeculationFigures()
+    cached = 0
+    began, first, last = clock(), 0.0, 0.0
+    async with aclosing(target.run(request)) as events:
+        async for event in events:
+            if isinstance(event, Committed):
+                last = clock()
+                first = first or last
+                piece = text.push(event.ids)
+                kept = piece.tokens - len(ids)
+                ids += event.ids[:kept]
+                logprobs += event.logprobs[:kept]
+                figures += event.speculation
+                cached = event.cached_tokens
+                shown.append(piece.text)
+                yield Piece(piece.text, event.ids[:kept], event.logprobs[:kept])
+                if piece.stopped:
+                    reason = FinishReason.STOP
+                    break
+            else:
+                if event.error is not None:
+                    raise event.error
+                reason = event.reason
+                piece = text.finish()
+                if piece.stopped:
+                    reason = FinishReason.STOP
+                shown.append(piece.text)
+                if piece.text:
+                    yield Piece(piece.text, ())
+    now = clock()
+    yield Answer(
+        choice=request.choice,
+        text="".join(shown),
+        token_ids=tuple(ids),
+        finish_reason=reason,
+        usage=Usage(len(request.prompt_ids), len(ids), cached),
+        speculation=figures,
+        logprobs=tuple(logprobs),
+        timing=Timing(first - began, (last - first) / max(len(ids) - 1, 1), now - began),
+    )
+
+
+async def whole_answer(target: Target, tokenizer: Tokenizer, request: Request) -> Answer:
+    """The same without the pieces."""
+    async for event in stream_answer(target, tokenizer, request):
+        if isinstance(event, Answer):
+            return event
+    raise AssertionError("a stream of pieces ends with its answer")
