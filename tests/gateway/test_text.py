@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark.core.errors import InvalidRequest, ModelError
 from dspark.gateway import TextStream, Tokenizer
-from dspark.gateway.text import PROBED_RUN, Detokenizer, StopStrings
+from dspark.gateway.text import PROBED_RUN, Detokenizer, StopStrings, borders
 
 SAMPLES = (
     "Hello, world! The quick brown fox jumps.\n\nStop.",
@@ -232,6 +232,7 @@ def test_stop_strings_cut_where_brute_force_does(stops: list[str], chunks: list[
 
 
 @given(STOPS, CHUNKS, st.integers(0, 12))
+@example(["aa"], ["aa", "a"], 1)
 def test_an_unarmed_stop_string_is_text(stops: list[str], chunks: list[str], first: int) -> None:
     """One completed in piece `first` or later counts, wherever it began."""
     matcher = StopStrings(stops)
@@ -245,6 +246,13 @@ def test_an_unarmed_stop_string_is_text(stops: list[str], chunks: list[str], fir
             break
     assert stopped == (cut is not None)
     assert shown + matcher.flush() == "".join(chunks)[:cut]
+
+
+@given(st.text("ab", min_size=1, max_size=12))
+@example("aabaaab")
+def test_borders_are_those_brute_force_finds(stop: str) -> None:
+    for end, border in enumerate(borders(stop), start=1):
+        assert border == max(n for n in range(end) if stop[:end].endswith(stop[:n]))
 
 
 def test_without_stop_strings_nothing_is_held() -> None:

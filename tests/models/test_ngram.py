@@ -114,6 +114,12 @@ def test_the_match_is_the_one_brute_force_finds(
     assert list(history.records) == brute_records(text)
     reply = draft(NgramDrafter(gamma=gamma), ask("s", 0, 0, text, gamma))
     assert reply.ids == brute_draft(text, gamma)
+    source, length = brute_match(text)
+    # Once x_<k stand the match is longer by k - 1; past the end the copy is of the copied.
+    at = [source + k % (len(text) - source) for k in range(len(reply.ids))]
+    cells = [rate_cell(length + k, history.records[i]) for k, i in enumerate(at)]
+    expected = np.array([AcceptanceRates().logits[cell] for cell in cells], np.float32)
+    assert reply.confidence_logits.tolist() == expected.tolist()
 
 
 @given(TEXTS, TEXTS)
@@ -128,7 +134,7 @@ def test_a_block_is_the_same_however_the_text_came(before: list[int], after: lis
 
 
 def test_the_longest_match_wins_over_a_later_one() -> None:
-    text = [1, 2, 3, 4, 50, 9, 4, 60, 1, 2, 3, 4]
+    text = [1, 2, 3, 4, 50, 9, 8, 3, 4, 60, 1, 2, 3, 4]
     assert draft(NgramDrafter(), ask("s", 0, 0, text)).ids[:1] == (50,)
     text = [1, 2, 3, 4, 50, 9, 1, 2, 3, 4, 60, 1, 2, 3, 4]
     assert draft(NgramDrafter(), ask("s", 0, 0, text)).ids[:1] == (60,)

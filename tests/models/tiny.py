@@ -1,7 +1,7 @@
 """Tiny random models of every family that is served, and what transformers itself says of them.
 
-Weights are large on purpose: attention scores and logits spread over several units, so that a window
-or a cap that is not applied shows (the conformance suite proves that it would).
+Weights are large on purpose: attention scores and logits spread over several units, so that a
+window or a cap that is not applied shows (the conformance suite proves that it would).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ Ids = tuple[int, ...]
 VOCABULARY = 160
 WINDOW = 12
 
-# Two float32 computations of one sum in different orders. On these models, whose logits spread by
-# 1.6 and whose hidden states by up to 6, they were measured to differ by at most 4e-5; a window or
-# a cap left out moves the median row by more than 1.
+# Two float32 computations of one sum in different orders. On these models, with hidden states of
+# up to 16, they were measured to differ by at most 4e-5 in 2,000 steps of all kinds; a window or a
+# cap left out moves nine rows in ten by more than 0.5.
 TOLERANCE = 1e-4
 
 _SHAPE: dict[str, Any] = {
@@ -68,8 +69,8 @@ FAMILIES: Mapping[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         {
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 16,
-            "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
         },
     ),
     "gemma3": (
@@ -93,7 +94,7 @@ FAMILIES: Mapping[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": VOCABULARY,
             "use_double_wide_mlp": True,
-            "final_logit_softcapping": 4.0,
+            "final_logit_softcapping": 3.0,
         },
     ),
     # As the large ones: experts, and full layers whose keys are their values, in fewer heads.
@@ -110,7 +111,7 @@ FAMILIES: Mapping[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "num_experts": 4,
             "top_k_experts": 2,
             "moe_intermediate_size": 32,
-            "final_logit_softcapping": 4.0,
+            "final_logit_softcapping": 3.0,
         },
     ),
 }
@@ -128,10 +129,10 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
     for name, parameter in model.named_parameters():
         spread = torch.randn(parameter.shape, generator=noise)
         if parameter.dim() > 1:
-            parameter.data = 0.2 * spread.to(dtype)
+            parameter.data = 0.15 * spread.to(dtype)
         else:  # norms and biases, which start out as ones and zeros that hide their absence
             parameter.data += 0.2 * spread.to(dtype)
-        if family.startswith("gemma4") and "q_norm" in name:
+        if family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):
             parameter.data *= 0.5  # its scores are not divided by √head_dim: trained norms do that
     return model.eval().requires_grad_(False)
 
@@ -169,6 +170,7 @@ def truths(model: PreTrainedModel, texts: Sequence[Ids]) -> list[Truth]:
     ]
 
 
+@cache
 def greedy(model: PreTrainedModel, prompt: Ids, tokens: int) -> Ids:
     """The answer of transformers' own `generate`; every choice of it is clear of rounding."""
     with torch.inference_mode():

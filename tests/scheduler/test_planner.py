@@ -149,6 +149,7 @@ def test_full_search_passes_a_dip_where_early_stop_stops() -> None:
     survival = [np.array([0.5, 0.5, 0.5])]
     assert plan(survival, stairs, 0, 1, 0, EARLY_STOP).tolist() == [0]
     assert plan(survival, stairs, 0, 1, 0, EARLY_STOP, lookahead=True).tolist() == [3]
+    assert capacity(survival, stairs, 0, 1, 0) == 3
 
 
 def test_an_equal_theta_is_no_improvement() -> None:

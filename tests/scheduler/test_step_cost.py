@@ -243,7 +243,7 @@ def test_a_steady_machine_is_learnt_exactly_and_leaves_no_residual() -> None:
 
 
 def test_older_points_give_way_to_the_newest() -> None:
-    """Where T(2) = T(4), a faster step at 4 takes the point at 2 along, a slower one at 2 that at 4."""
+    """T(2) = T(4): a faster step at 4 takes the point at 2 along, a slower one at 2 that at 4."""
     for B, seconds in ((4, 0.5), (2, 2.2)):
         after = corrected(COST, COST, 0, 0, B, 0, seconds).table_s
         change = RATE * (SURPRISE if seconds > 1.1 else -SURPRISE)

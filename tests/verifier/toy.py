@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from dspark.core.config import EngineConfig
 from dspark.core.drafts import Draft, DrafterCard, DraftRequest, NeedContext
 from dspark.core.noise import gumbel
@@ -50,7 +51,7 @@ def history_rule(vocab_size: int, seed: int = 0, spread: float = 3.0, loop: int 
     """
     rng = np.random.default_rng(seed)
     rows = (rng.standard_normal((1021, vocab_size)) * spread).astype(np.float32)
-    powers = rng.integers(1, 2**63, 8192, np.uint64) | np.uint64(1)
+    powers = rng.integers(1, 2**63, 2**15, np.uint64) | np.uint64(1)  # up to 32,768 tokens
 
     def rule(history: Array, first: int) -> Array:
         mixed = np.cumsum((history + 1).astype(np.uint64) * powers[: len(history)])

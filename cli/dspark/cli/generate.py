@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -166,9 +167,9 @@ def _parse_bias(text: str) -> dict[int, float]:
         ) from None
 
 
-def _open_output(path: Path | None) -> IO[str]:
+def _open_output(path: Path | None) -> AbstractContextManager[IO[str]]:
     if path is None:
-        return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
+        return nullcontext(sys.stdout)
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:

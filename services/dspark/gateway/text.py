@@ -85,9 +85,7 @@ class PieceDetokenizer:
         return "" if REPLACEMENT in text else text
 
     def flush(self) -> str:
-        text = self._held_text()
-        self._held = []
-        return text
+        return self._held_text()
 
     def _held_text(self) -> str:
         if not self._held:
@@ -105,7 +103,7 @@ class StopStrings:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(dict.fromkeys(stops))
-        self._borders = [_borders(stop) for stop in self._stops]
+        self._borders = [borders(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # characters of each stop that the text ends with
         self._held = ""
 
@@ -139,28 +137,28 @@ class StopStrings:
     def _advance(self, char: str) -> int:
         """Take in one character; the length of the longest stop string it completes, or 0."""
         longest = 0
-        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+        for i, (stop, fallback) in enumerate(zip(self._stops, self._borders, strict=True)):
             matched = self._matched[i]
             while matched and stop[matched] != char:
-                matched = borders[matched - 1]
+                matched = fallback[matched - 1]
             if stop[matched] == char:
                 matched += 1
             if matched == len(stop):
                 longest = max(longest, matched)
-                matched = borders[matched - 1]
+                matched = fallback[matched - 1]
             self._matched[i] = matched
         return longest
 
 
-def _borders(stop: str) -> list[int]:
+def borders(stop: str) -> list[int]:
     """[i]: length of the longest proper prefix of stop[:i + 1] that is also its suffix."""
-    borders = [0]
+    found = [0]
     for char in stop[1:]:
-        length = borders[-1]
+        length = found[-1]
         while length and stop[length] != char:
-            length = borders[length - 1]
-        borders.append(length + (stop[length] == char))
-    return borders
+            length = found[length - 1]
+        found.append(length + (stop[length] == char))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

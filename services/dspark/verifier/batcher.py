@@ -60,7 +60,8 @@ class Batcher:
         budget = self._config.max_step_tokens
         items = []
         for sequence in sorted(self.running, key=rank):
-            if sequence.state.uncomputed == 1 and self._grow(sequence):
+            preempted = not sequence.blocks  # by an earlier one's growth
+            if not preempted and sequence.state.uncomputed == 1 and self._grow(sequence):
                 items.append(Item(sequence, 1, decoding=True, reaches_end=True))
                 budget -= 1
         budget = min(budget, self._config.prefill_chunk)
@@ -78,18 +79,16 @@ class Batcher:
         """Start waiting sequences while they fit. One whose next block is being computed by a
         running sequence is held back: in a step or two it will find that block cached."""
         being_computed = {self._next_block(s) for s in self.running if s.state.uncomputed > 1}
-        held = []
-        while self.waiting and len(self.running) < self._config.max_sequences:
-            sequence = self.waiting.pop(0)
+        index = 0
+        while index < len(self.waiting) and len(self.running) < self._config.max_sequences:
+            sequence = self.waiting[index]
             if self._shares_next_block(sequence, being_computed):
-                held.append(sequence)
+                index += 1
                 continue
             if not self._cache.attach(sequence):
-                held.append(sequence)
                 break
-            self.running.append(sequence)
+            self.running.append(self.waiting.pop(index))
             being_computed.add(self._next_block(sequence))
-        self.waiting[:0] = held
 
     def _next_block(self, sequence: Sequence) -> bytes | None:
         """Name of the first block that the sequence has still to compute, if it fills one."""

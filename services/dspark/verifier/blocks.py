@@ -2,8 +2,8 @@
 
 A block is free (holds nothing), owned (referenced by sequences) or idle (referenced by nobody, kept
 because its tokens may come again). Idle blocks are evicted least recently used first. A block's
-contents are named by the digest of all tokens up to its end, so equal prefixes share blocks; where a
-prompt leaves a cached block half-way, its part can be copied instead of computed.
+contents are named by the digest of all tokens up to its end, so equal prefixes share blocks; where
+a prompt leaves a cached block half-way, its part can be copied instead of computed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix: whole blocks (and their names) to share, then `tokens` of `donor` to copy."""
+    """A cached prefix: whole blocks (and their names) to share, `tokens` of `donor` to copy."""
 
     blocks: tuple[int, ...]
     names: tuple[bytes, ...]
@@ -93,7 +93,7 @@ class BlockPool:
             self._free.append(block)
 
     def match(self, ids: Sequence[int], feature_id: str) -> Match:
-        """The longest cached prefix of `ids` whose features (if any are asked for) are there too."""
+        """The longest cached prefix of `ids`, with its features if any are asked for."""
         size, blocks, names = self.block_size, list[int](), list[bytes]()
         parent = ROOT
         while (len(blocks) + 1) * size <= len(ids):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +77,7 @@ class DraftDesk:
         for _ in range(CONTEXT_RETRIES):
             requests = [self._request(sequence) for sequence in asking]
             try:
-                replies = drafter.propose(requests)
+                replies = list(drafter.propose(requests))
             except Exception:  # an untrusted reply may be wrong in any way at all
                 self.faults["raised"] += 1
                 return
@@ -83,16 +86,25 @@ class DraftDesk:
                 return
             again = []
             for sequence, request, reply in zip(asking, requests, replies, strict=True):
-                if isinstance(reply, NeedContext):
-                    self.faults["need context"] += 1
-                    if 0 <= reply.start < request.anchor_position:
-                        sequence.sent = reply.start
+                try:
+                    if self._take(sequence, request, reply):
                         again.append(sequence)
-                else:
-                    self._accept(sequence, request, reply)
+                except Exception:  # in a way that no check below foresaw
+                    self.faults["malformed"] += 1
             if not again:
                 return
             asking = again
+
+    def _take(self, sequence: Sequence, request: DraftRequest, reply: object) -> bool:
+        """Keep a sound draft, count anything else. Whether to ask again, from further back."""
+        if not isinstance(reply, NeedContext):
+            self._accept(sequence, request, reply)
+            return False
+        self.faults["need context"] += 1
+        if not (isinstance(reply.start, int) and 0 <= reply.start < request.anchor_position):
+            return False
+        sequence.sent = reply.start
+        return True
 
     def _request(self, sequence: Sequence) -> DraftRequest:
         state = sequence.state
@@ -123,19 +135,20 @@ class DraftDesk:
             self.faults[fault or "not a draft"] += 1
             return
         sequence.sent = request.anchor_position
-        if not reply.ids:
+        if not len(reply.ids):
             return
         self.received += 1
+        draft = replace(reply, ids=tuple(map(int, reply.ids)))  # NumPy's integers end here
         sequence.draft = DraftInHand(
             number=self.received,
-            draft=reply,
-            survival=survival(reply.confidence_logits, np.ones(len(reply.ids))),
+            draft=draft,
+            survival=survival(draft.confidence_logits, np.ones(len(draft.ids))),
         )
-        if len(sequence.draft.survival) < len(reply.ids):
+        if len(sequence.draft.survival) < len(draft.ids):
             self.faults["bad confidence"] += 1
 
     def _fault(self, request: DraftRequest, reply: object) -> str | None:
-        """What makes a reply no draft as a whole, or None."""
+        """What makes a reply no draft as a whole, or None. May raise on what is no reply at all."""
         if not isinstance(reply, Draft):
             return "not a draft"
         if (reply.session, reply.round) != (request.session, request.round):
@@ -145,24 +158,21 @@ class DraftDesk:
         logits = reply.confidence_logits
         if not isinstance(logits, np.ndarray) or logits.shape != (len(reply.ids),):
             return "malformed"
-        try:
-            if logits.dtype.kind != "f" or not all(
-                0 <= int(token) < self._vocab_size for token in reply.ids
-            ):
-                return "malformed"
-        except (TypeError, ValueError):
+        if logits.dtype.kind != "f":
             return "malformed"
-        if request.sampling.mode is SamplingMode.REJECTION and not self._support_is_sound(
-            request, reply
-        ):
+        if not all(0 <= operator.index(token) < self._vocab_size for token in reply.ids):
+            return "malformed"
+        if request.sampling.mode is SamplingMode.REJECTION and not self._support_is_sound(reply):
             return "bad support"
         return None
 
-    def _support_is_sound(self, request: DraftRequest, draft: Draft) -> bool:
+    def _support_is_sound(self, draft: Draft) -> bool:
         ids, weights = draft.support_ids, draft.support_weights
         if ids is None and weights is None:
             return True
-        if ids is None or weights is None:
+        if not (isinstance(ids, np.ndarray) and isinstance(weights, np.ndarray)):
+            return False
+        if ids.dtype.kind not in "iu" or weights.dtype != np.float32:  # the wire type, see L2
             return False
         return check_support(ids, weights, draft.ids, self._vocab_size)
 

@@ -94,6 +94,11 @@ class Engine:
         return len(self._sequences)
 
     @property
+    def running(self) -> list[Sequence]:
+        """Sequences that own blocks now."""
+        return list(self._batcher.running)
+
+    @property
     def preemptions(self) -> int:
         return self._batcher.preemptions
 
@@ -130,10 +135,7 @@ class Engine:
         if request.sampling.penalized:
             sequence.counts = TokenCounts.of(request.prompt_ids, state.ids[state.prompt_tokens :])
         self._sequences[key] = sequence
-        if state.finish is not None:
-            self._finish(sequence)
-        else:
-            self._batcher.add(sequence)
+        self._batcher.add(sequence)
 
     def _speculation(self, request: Request) -> tuple[str, int]:
         """Drafter and γ of a request: its wish within the operator's limits."""
@@ -162,16 +164,17 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Run one step; returns what was committed and what ended since the last call."""
         clock = Stopwatch()
-        self._expire()
+        self._end_what_is_over()
         items = self._batcher.compose()
         if items:
             step = self.planner.plan(items)
             batch = flatten(items, step.lengths, self.cache)
             with clock.lap("forward"):
                 output = self._backend.forward(batch)
+            with clock.lap("argmax"):
                 argmax = argmax_rows(output.logits)
             verdicts = judge_step(items, step.lengths, output.logits, argmax)
-            self.planner.learn(items, step, clock.laps["forward"])
+            self.planner.learn(items, step, clock.laps["forward"] + clock.laps["argmax"])
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
             with clock.lap("draft"):
@@ -189,11 +192,14 @@ class Engine:
         for sequence in list(self._sequences.values()):
             self._finish(sequence, error)
 
-    def _expire(self) -> None:
+    def _end_what_is_over(self) -> None:
+        """Before a step: choices past their deadline, and replays that were complete already."""
         now = self._clock()
         for sequence in list(self._sequences.values()):
             deadline = sequence.state.request.deadline
-            if deadline is not None and now >= deadline:
+            if sequence.state.finish is not None:
+                self._finish(sequence)
+            elif deadline is not None and now >= deadline:
                 self._finish(sequence, DeadlineExceeded("the request's deadline passed"))
 
     def _keep_features(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dspark.core.errors import DsparkError
+from dspark.core.errors import DsparkError, ModelError
 from dspark.core.verdicts import Verdict
 from dspark.models.verification import judge, verify_greedy
 from dspark.verifier.batcher import Item
@@ -16,12 +16,15 @@ from dspark.verifier.batcher import Item
 # A verdict, None for a prefill chunk that does not reach its end, or what went wrong.
 Outcome = Verdict | DsparkError | None
 
+_NO_TOKEN = ModelError("the target gave no token to choose: its largest logit is not finite")
+
 
 def judge_step(
     items: Seq[Item], lengths: Seq[int], logits: torch.Tensor, argmax: NDArray[np.int64]
 ) -> list[Outcome]:
     """One outcome an item. logits: float32 [L, V] in the order of `flatten`; argmax: int64 [L]."""
     outcomes: list[Outcome] = []
+    largest = logits[torch.arange(len(argmax)), torch.from_numpy(argmax)].cpu().numpy()
     row = 0
     for item, length in zip(items, lengths, strict=True):
         if not item.reaches_end:
@@ -31,7 +34,9 @@ def judge_step(
         draft = item.sequence.draft
         draft_ids = () if draft is None else draft.draft.ids[:length]
         if item.sequence.state.request.sampling.plain:
-            outcomes.append(verify_greedy(argmax[rows], draft_ids))
+            verdict = verify_greedy(argmax[rows], draft_ids)
+            sound = np.isfinite(largest[row : row + len(verdict.ids)]).all()
+            outcomes.append(verdict if sound else _NO_TOKEN)
         else:
             outcomes.append(_judge_one(item, logits[rows], draft_ids))
         row = rows.stop

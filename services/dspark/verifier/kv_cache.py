@@ -28,20 +28,24 @@ class KVCache:
         match = pool.match(state.ids[:-1], sequence.feature_id)
         for block in match.blocks:
             pool.share(block)
-        if match.donor is not None:
-            pool.share(match.donor)
         needed = self._blocks_for(len(state.ids)) - len(match.blocks)
+        donor = match.donor
+        if donor is not None:
+            pool.share(donor)
+            if needed > pool.available:  # holding it for the copy may take the last room
+                pool.release(donor)
+                donor = None
         if needed > pool.available:
-            for block in (*match.blocks, *([] if match.donor is None else [match.donor])):
+            for block in reversed(match.blocks):
                 pool.release(block)
             return False
         sequence.blocks = [*match.blocks, *(pool.take() for _ in range(needed))]
         state.computed = len(match.blocks) * pool.block_size
-        if match.donor is not None:
-            self._backend.copy(match.donor, sequence.blocks[len(match.blocks)])
-            self.features.copy(match.donor, sequence.blocks[len(match.blocks)])
+        if donor is not None:
+            self._backend.copy(donor, sequence.blocks[len(match.blocks)])
+            self.features.copy(donor, sequence.blocks[len(match.blocks)])
             state.computed += match.tokens
-            pool.release(match.donor)
+            pool.release(donor)
         if state.cached is None:
             state.cached = state.computed
         sequence.names = list(match.names)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 
-from dspark.core.errors import DsparkError, Unavailable
+from dspark.core.errors import Unavailable
 from dspark.core.requests import Event, Finished, Request
 from dspark.verifier.engine import Engine, EngineEvent, Key
 
@@ -34,7 +34,8 @@ class EngineRunner:
         self._streams: dict[Key, asyncio.Queue[Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
-        self._stopping = False
+        self._stopping = False  # the engine's thread says so
+        self._closed = False  # the event loop does: nothing is put into `_commands` after `_stop`
 
     async def __aenter__(self) -> EngineRunner:
         self._loop = asyncio.get_running_loop()
@@ -47,15 +48,19 @@ class EngineRunner:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._closed = True
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
     async def run(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Events of one choice, the last one `Finished`. Raises InvalidRequest, Overloaded.
+        """Events of one choice, the last one `Finished`. Raises InvalidRequest, Overloaded, and
+        Unavailable once the runner is stopped.
 
         Closing the iterator early cancels the choice in the engine.
         """
         assert self._loop is not None, "the runner is not started"
+        if self._closed:
+            raise Unavailable("the engine is stopped")
         key = (request.request_id, request.choice)
         events: asyncio.Queue[Event] = asyncio.Queue()
         accepted: asyncio.Future[None] = self._loop.create_future()
@@ -79,7 +84,7 @@ class EngineRunner:
             if self._stopping:
                 raise Unavailable("the engine is stopping")
             self.engine.submit(request)
-        except DsparkError as error:
+        except Exception as error:  # ours or a bug's, it is this caller's alone
             self._call(_settle, accepted, error)
             return
         # An older attempt's last event must still reach its own stream.
@@ -94,18 +99,22 @@ class EngineRunner:
 
     def _run_engine(self) -> None:
         while not self._stopping or not self.engine.idle:
-            while True:
-                try:
-                    self._commands.get(block=self.engine.idle and not self._stopping)()
-                except queue.Empty:
-                    break
-                if self.engine.idle:
-                    self.engine.check_integrity()
             try:
+                self._take_commands()
                 self._deliver(self.engine.step())
             except Exception as error:
                 log.exception("a step failed; every running request ends with an error")
                 self.engine.fail(Unavailable(f"the engine's step failed: {error}"))
+
+    def _take_commands(self) -> None:
+        """Do all that was asked for, and wait for something to do while there is nothing."""
+        while True:
+            try:
+                self._commands.get(block=self.engine.idle and not self._stopping)()
+            except queue.Empty:
+                return
+            if self.engine.idle:
+                self.engine.check_integrity()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -131,7 +140,7 @@ class EngineRunner:
             log.debug("an event came after the event loop was closed")
 
 
-def _settle(accepted: asyncio.Future[None], error: DsparkError | None) -> None:
+def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
     if accepted.done():
         return
     if error is None:

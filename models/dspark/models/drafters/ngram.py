@@ -137,7 +137,7 @@ class NgramDrafter:
     """Prompt lookup for many sessions, least recently used out first.
 
     gamma: tokens a block. max_sessions, max_ids: bounds on what is remembered, ids summed over
-    sessions (about 330 bytes each); the session being served stays whatever its length.
+    sessions (about 310 bytes each); the session being served stays whatever its length.
     """
 
     def __init__(
@@ -231,4 +231,4 @@ class NgramDrafter:
 def _continues(history: History, request: DraftRequest) -> bool:
     """Whether a request's ids agree with what is known wherever both speak, and forget nothing."""
     overlap = history.ids[request.start :]
-    return len(overlap) <= len(request.tokens) and overlap == list(request.tokens[: len(overlap)])
+    return overlap == list(request.tokens[: len(overlap)])

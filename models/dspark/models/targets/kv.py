@@ -9,8 +9,8 @@ class PagedKV:
     """Keys and values by layer: [kv heads, blocks, block_size, head_dim] each.
 
     Heads come first so that gathering a sequence's blocks by one `index_select` leaves every head
-    with its tokens in a row, which is what attention reads. A layer's tensors are made when it first
-    writes, since head counts and sizes may differ from layer to layer (Gemma 4).
+    with its tokens in a row, which is what attention reads. A layer's tensors are made when it
+    first writes, since head counts and sizes may differ from layer to layer (Gemma 4).
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -28,19 +28,26 @@ class PagedKV:
             pool.flatten(1, 2).index_copy_(1, slots, rows)
 
     def _empty(self, rows: torch.Tensor) -> torch.Tensor:
-        # Zeros, not garbage: a padded slot is read and masked, and NaN * 0 is NaN.
+        # Zeros, not garbage: a kernel may read a padded slot before it masks it.
         return rows.new_zeros(rows.shape[0], self.blocks, self.block_size, rows.shape[2])
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layers[layer]
 
-    def gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks int64 [R, N] -> keys and values [R, kv heads, N * block_size, head_dim]."""
+    def gather(
+        self, layer: int, block_ids: torch.Tensor, unused: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks int64 [R, N] -> keys and values [R, kv heads, N * block_size, head_dim].
+
+        unused: flat positions in [R, N * block_size] that come out as zeros. What an earlier owner
+        left in them may be NaN, and no mask undoes that: NaN * 0 is NaN.
+        """
         rows, per_row = block_ids.shape
         flat = block_ids.flatten()
 
         def take(pool: torch.Tensor) -> torch.Tensor:
             picked = pool.index_select(1, flat)
+            picked.flatten(1, 2).index_fill_(1, unused, 0.0)
             return picked.view(
                 pool.shape[0], rows, per_row * self.block_size, pool.shape[3]
             ).transpose(0, 1)

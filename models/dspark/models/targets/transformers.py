@@ -1,10 +1,9 @@
-"""The transformers backend: any proven decoder's own modules, with our attention in their middle."""
+"""The transformers backend: any proven decoder's own modules with our attention in their middle."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,18 @@ from dspark.models.targets.attention import PaddedAttention, StepAttention, atte
 from dspark.models.targets.backend import RaggedBatch, StepOutput
 from dspark.models.targets.features import FeatureProjection
 from dspark.models.targets.kv import PagedKV
+from dspark.models.targets.packed import can_pack, pack_linears
 
 ATTENTION_NAME = "dspark"
 
 
 class TransformersBackend:
-    """Runs ragged steps through a `…ForCausalLM` of transformers (float32 or bfloat16, CPU or CUDA).
+    """Runs ragged steps through a `…ForCausalLM` of transformers, in its dtype and on its device.
 
     No Hugging Face cache and no mask is ever built: our attention function reads and writes paged
-    blocks. Rows are not bit-equal across batch shapes (BLAS picks its kernel by shape), so greedy
-    equality holds up to near-ties; see design.md §4, L1.
+    blocks. On a CPU in float32 the model's linear layers are packed in place: the model is the
+    backend's from then on. Rows are not bit-equal across batch shapes (kernels are picked by
+    shape), so greedy equality holds up to near-ties; see design.md §4, L1.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int = 16) -> None:
@@ -35,6 +36,10 @@ class TransformersBackend:
         self._model = model.eval().requires_grad_(False)
         self._decoder: Any = model.base_model
         self._config = model.config.get_text_config()
+        self.target_id = _fingerprint(model, self._config)
+        if can_pack(model.device, model.dtype):
+            pack_linears(model)
+        _check_rows_stand_alone(self._config)
         self._head: Any = model.get_output_embeddings()
         self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
         self._kv = PagedKV(0, block_size)
@@ -66,19 +71,9 @@ class TransformersBackend:
     def name(self) -> str:
         return f"transformers-{str(self.dtype).removeprefix('torch.')}-{self.device.type}"
 
-    @cached_property
-    def target_id(self) -> str:
-        """Hash of the configuration and a sample of every weight."""
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update(f"{self._config.model_type} {self._config.vocab_size}".encode())
-        for name, tensor in self._model.state_dict().items():
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.flatten()[:16].float().cpu().numpy().tobytes())
-        return digest.hexdigest()
-
     @property
     def vocab_size(self) -> int:
-        return int(self._head.weight.shape[0])
+        return int(self._head.out_features)
 
     @property
     def context_length(self) -> int:
@@ -138,6 +133,30 @@ class TransformersBackend:
             )
             for feature_id, projection in self._projections.items()
         }
+
+
+def _check_rows_stand_alone(config: Any) -> None:
+    """Raise `ModelError` for a model whose rows depend on more than their own sequence's past."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    for part in (rope, *by_layer_type):
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            raise ModelError(
+                f"rope_type {part['rope_type']!r} is not served: its frequencies follow the "
+                "longest sequence of a batch, so batch mates would change a text"
+            )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise ModelError("a model that attends to later tokens is not served: it cannot generate")
+
+
+def _fingerprint(model: PreTrainedModel, config: Any) -> str:
+    """Hash of the model's kind and vocabulary and of a sample of every weight."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(f"{config.model_type} {config.vocab_size}".encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten()[:16].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _Taps:

@@ -1,0 +1,220 @@
+"""An engine in its own thread, talked to from a real event loop (design.md §4, L7)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dspark.core.errors import Cancelled, InvalidRequest, Overloaded, Unavailable
+from dspark.core.requests import Committed, Finished, FinishReason, Request
+from dspark.verifier.engine import Engine
+from dspark.verifier.runner import EngineRunner
+
+from .toy import (
+    Answer,
+    ScriptedDrafter,
+    ToyBackend,
+    choices,
+    greedy,
+    history_rule,
+    oracle,
+    request,
+    target_only,
+    toy_engine,
+)
+
+V = 48
+RULE = history_rule(V, seed=13, loop=9)
+PROMPT = tuple(range(10))
+# Seconds of work: only a request that is ended from outside asks for so many tokens.
+FOR_EVER = 20_000
+ROOM = 32_768
+
+
+def engine(backend: ToyBackend | None = None, **config: Any) -> Engine:
+    drafter = ScriptedDrafter(oracle(RULE, wrong_every=4))
+    backend = backend or ToyBackend(RULE, V, context_length=ROOM)
+    return toy_engine(backend, drafter, kv_tokens=ROOM, **config)
+
+
+async def answer(runner: EngineRunner, asked: Request) -> Answer:
+    told = Answer()
+    async for event in runner.run(asked):
+        told.take(event)
+    return told
+
+
+def whole(told: Answer) -> bool:
+    return told.reason is FinishReason.LENGTH and told.ids == target_only(
+        RULE, PROMPT, len(told.ids)
+    )
+
+
+async def begun(events: AsyncIterator[Any]) -> Committed:
+    """Wait until a request's first tokens are out."""
+    event = await anext(events)
+    assert isinstance(event, Committed)
+    return event
+
+
+async def test_a_request_is_streamed_to_its_end() -> None:
+    async with EngineRunner(engine()) as runner:
+        events = [event async for event in runner.run(request("a", PROMPT, greedy(20)))]
+    assert all(isinstance(event, Committed) for event in events[:-1])
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.reason is FinishReason.LENGTH
+    ids = [token for event in events[:-1] for token in event.ids]
+    assert ids == target_only(RULE, PROMPT, 20)
+
+
+async def test_many_at_once_and_choices_of_one() -> None:
+    async with EngineRunner(engine(max_sequences=4)) as runner:
+        asked = [request(str(i), PROMPT, greedy(5 + i)) for i in range(9)]
+        told = await asyncio.gather(*(answer(runner, a) for a in asked))
+        assert all(map(whole, told))
+        assert [len(a.ids) for a in told] == [5 + i for i in range(9)]
+        one = request("n", PROMPT, replace(greedy(12), temperature=2.0, seed=4, n=4))
+        four = await asyncio.gather(*(answer(runner, a) for a in choices(one, 4)))
+        assert len({tuple(a.ids) for a in four}) == 4
+        runner.engine.check_integrity()
+        assert runner.engine.idle
+
+
+async def test_a_reader_that_hangs_up_frees_what_the_request_held() -> None:
+    running = engine()
+    async with EngineRunner(running) as runner:
+        events = runner.run(request("a", PROMPT, greedy(FOR_EVER)))
+        await begun(events)
+        await events.aclose()
+        # Commands are done in order, so by now the cancel was.
+        assert whole(await answer(runner, request("b", PROMPT, greedy(8))))
+        assert running.idle
+        assert running.cache.pool.owned == 0
+        running.check_integrity()
+    assert running.figures.committed_tokens < FOR_EVER
+
+
+async def test_a_task_that_is_cancelled_is_a_reader_that_hangs_up() -> None:
+    running = engine()
+    async with EngineRunner(running) as runner:
+        seen = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in runner.run(request("a", PROMPT, greedy(FOR_EVER))):
+                seen.set()
+
+        task = asyncio.create_task(read())
+        await seen.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert whole(await answer(runner, request("b", PROMPT, greedy(8))))
+        assert running.cache.pool.owned == 0
+
+
+async def test_a_refusal_is_raised_to_its_caller() -> None:
+    async with EngineRunner(engine(max_waiting=1, max_sequences=1)) as runner:
+        with pytest.raises(InvalidRequest, match="max_tokens: 0"):
+            await answer(runner, request("bad", PROMPT, greedy(0)))
+        events = runner.run(request("a", PROMPT, greedy(FOR_EVER)))
+        await begun(events)
+        with pytest.raises(InvalidRequest, match="attempt: 0 is not newer"):
+            await answer(runner, request("a", PROMPT, greedy(5)))
+        waiting = asyncio.create_task(answer(runner, request("b", PROMPT, greedy(5))))
+        await asyncio.sleep(0)  # let it be submitted; commands are done in order
+        with pytest.raises(Overloaded):
+            await answer(runner, request("c", PROMPT, greedy(5)))
+        await events.aclose()
+        assert whole(await waiting)
+
+
+async def test_what_is_no_request_at_all_costs_its_caller_only() -> None:
+    async with EngineRunner(engine()) as runner:
+        events = runner.run(request("a", PROMPT, greedy(200)))
+        await begun(events)
+        with pytest.raises(TypeError):
+            await answer(runner, Request("b", ("x", "y")))  # type: ignore[arg-type]
+        rest = [event async for event in events]
+        assert rest[-1].reason is FinishReason.LENGTH
+
+
+async def test_a_newer_attempt_takes_over_and_both_readers_are_told() -> None:
+    async with EngineRunner(engine()) as runner:
+        old = runner.run(request("a", PROMPT, greedy(FOR_EVER)))
+        first = await begun(old)
+        new = request("a", PROMPT, greedy(30), attempt=1, committed_ids=first.ids)
+        told = await answer(runner, new)
+        assert [*first.ids, *told.ids] == target_only(RULE, PROMPT, 30)
+        rest = [event async for event in old]
+        assert isinstance(rest[-1], Finished)
+        assert isinstance(rest[-1].error, Cancelled)
+
+
+async def test_a_replay_that_was_whole_already_ends() -> None:
+    ids = tuple(target_only(RULE, PROMPT, 6))
+    async with EngineRunner(engine()) as runner:
+        old = runner.run(request("a", PROMPT, greedy(FOR_EVER)))
+        await begun(old)
+        told = await answer(runner, request("a", PROMPT, greedy(6), attempt=1, committed_ids=ids))
+        assert told.ids == []
+        assert told.reason is FinishReason.LENGTH
+        assert isinstance([event async for event in old][-1].error, Cancelled)
+
+
+async def test_stopping_ends_what_runs_with_unavailable() -> None:
+    running = engine(max_sequences=1)
+    async with EngineRunner(running) as runner:
+        events = runner.run(request("a", PROMPT, greedy(FOR_EVER)))
+        await begun(events)
+        waiting = asyncio.create_task(answer(runner, request("b", PROMPT, greedy(5))))
+        await asyncio.sleep(0)
+    rest = [event async for event in events]
+    assert isinstance(rest[-1], Finished)
+    assert isinstance(rest[-1].error, Unavailable)
+    finished = (await waiting).finished
+    assert finished is not None
+    assert isinstance(finished.error, Unavailable)
+    assert running.idle
+    assert running.cache.pool.owned == 0
+
+
+async def test_a_request_after_the_stop_is_refused() -> None:
+    async with EngineRunner(engine()) as runner:
+        pass
+    with pytest.raises(Unavailable):
+        await answer(runner, request("a", PROMPT, greedy(5)))
+
+
+class StumblingBackend(ToyBackend):
+    """Raises in one of its forwards."""
+
+    def __init__(self, stumble: int) -> None:
+        super().__init__(RULE, V, context_length=ROOM)
+        self._stumble = stumble
+
+    def forward(self, batch: Any) -> Any:
+        output = super().forward(batch)
+        if self.forwards == self._stumble:
+            raise RuntimeError("out of memory")
+        return output
+
+
+async def test_a_step_that_raises_ends_its_requests_and_serving_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = engine(StumblingBackend(5))
+    async with EngineRunner(running) as runner:
+        asked = [request(str(i), PROMPT, greedy(FOR_EVER)) for i in range(3)]
+        told = await asyncio.gather(*(answer(runner, a) for a in asked))
+        for one in told:
+            assert one.finished is not None
+            assert isinstance(one.finished.error, Unavailable)
+            assert "out of memory" in str(one.finished.error)
+        assert whole(await answer(runner, request("next", PROMPT, greedy(9))))
+        running.check_integrity()
+    assert "a step failed" in caplog.text
