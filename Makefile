@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade "pip>=25.1"  # --group is new in 25.1
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e ".[engine]" --group dev
+	$(BIN)/python -m pip install -e ".[serve]" --group dev
 	touch $@
 
 run: setup ## Answer PROMPT with the default model, as a stream

@@ -1,8 +1,8 @@
 """What the engine costs and what speculation brings, on the default model; figures as JSON.
 
-    python benchmarks/engine.py added                       # what a step adds to the model's forward
-    python benchmarks/engine.py paired --prompts FILE …     # planner on against plain decoding
-    python benchmarks/engine.py transformers --prompts FILE # against transformers' generate
+    python benchmarks/engine.py added         # what a step adds to the model's forward
+    python benchmarks/engine.py paired        # planner on against plain decoding
+    python benchmarks/engine.py transformers  # against transformers' generate
 
 Arms alternate within a round, so that drift of a shared machine cancels; figures are ratios of
 paired rounds with a bootstrap interval.
@@ -93,7 +93,7 @@ def requests(
 
 
 def run(engine: Engine, todo: Sequence[Request], concurrency: int) -> tuple[float, int]:
-    """Seconds and committed tokens of a closed loop; the prefix cache stays cold between prompts."""
+    """Seconds and committed tokens of a closed loop."""
     waiting = list(reversed(todo))
     begin, tokens = time.perf_counter(), 0
     while waiting or not engine.idle:
@@ -125,7 +125,7 @@ def added(
     verify: str = "early-stop",
     drafter: str = "ngram",
 ) -> None:
-    """Milliseconds a step that are neither the model's forward nor the drafter's, at R sequences."""
+    """Milliseconds a step that are neither the model's nor the drafter's, at R sequences."""
     loaded = load(
         TargetConfig(drafter=drafter, engine=EngineConfig(kv_tokens=16_384, verify=verify))
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from dspark.core.errors import Unavailable
 from dspark.core.requests import (
     Committed,
     Event,
-    Finished,
     FinishReason,
     Request,
     SpeculationFigures,
@@ -65,7 +65,7 @@ async def stream_answer(
     tokenizer: Tokenizer,
     request: Request,
     clock: Callable[[], float] = time.perf_counter,
-) -> AsyncIterator[Piece | Answer]:
+) -> AsyncGenerator[Piece | Answer, None]:
     """Pieces as they come, then the Answer. Raises the DsparkError that ended the choice.
 
     A stop string ends the answer here and cancels the rest in the target: ids after the one that
@@ -78,17 +78,19 @@ async def stream_answer(
     logprobs: list[TokenLogprob] = []
     figures = SpeculationFigures()
     cached = 0
-    began, first, last = clock(), 0.0, 0.0
+    reason: FinishReason | None = None
+    began = clock()
+    first = last = None
     async with aclosing(target.run(request)) as events:
         async for event in events:
             if isinstance(event, Committed):
                 last = clock()
-                first = first or last
+                first = last if first is None else first
                 piece = text.push(event.ids)
                 kept = piece.tokens - len(ids)
                 ids += event.ids[:kept]
                 logprobs += event.logprobs[:kept]
-                figures += event.speculation
+                figures += _cut(event.speculation, kept)
                 cached = event.cached_tokens
                 shown.append(piece.text)
                 yield Piece(piece.text, event.ids[:kept], event.logprobs[:kept])
@@ -98,14 +100,15 @@ async def stream_answer(
             else:
                 if event.error is not None:
                     raise event.error
-                reason = event.reason
                 piece = text.finish()
-                if piece.stopped:
-                    reason = FinishReason.STOP
+                reason = FinishReason.STOP if piece.stopped else event.reason
                 shown.append(piece.text)
                 if piece.text:
                     yield Piece(piece.text, ())
+    if reason is None or reason is FinishReason.ERROR:
+        raise Unavailable("the target left the request without an end")
     now = clock()
+    first, last = (now, now) if first is None or last is None else (first, last)
     yield Answer(
         choice=request.choice,
         text="".join(shown),
@@ -118,9 +121,15 @@ async def stream_answer(
     )
 
 
+def _cut(figures: SpeculationFigures, kept: int) -> SpeculationFigures:
+    """Of a round of which `kept` tokens stand (L6: what a stop cuts off counts nowhere)."""
+    return replace(figures, accepted=min(figures.accepted, kept))
+
+
 async def whole_answer(target: Target, tokenizer: Tokenizer, request: Request) -> Answer:
     """The same without the pieces."""
-    async for event in stream_answer(target, tokenizer, request):
-        if isinstance(event, Answer):
-            return event
+    async with aclosing(stream_answer(target, tokenizer, request)) as events:
+        async for event in events:
+            if isinstance(event, Answer):
+                return event
     raise AssertionError("a stream of pieces ends with its answer")

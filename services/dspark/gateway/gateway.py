@@ -1,0 +1,175 @@
+"""A call for an answer, by whatever protocol it came: checked, encoded, run choice by choice."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from dspark.core.errors import InvalidRequest
+from dspark.core.requests import Limits, Request, Speculation, TokenLogprob, check_request
+from dspark.core.sampling import SamplingMode, SamplingParams
+from dspark.gateway.answers import Answer, Piece, Target, stream_answer
+from dspark.gateway.prompts import Prompt
+from dspark.gateway.tokenizer import Tokenizer
+
+# Pieces of one call that wait for its reader. Behind them the choice's own buffer fills, and then
+# its sequence pauses in the engine.
+BUFFERED_PIECES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a gateway says of the model behind it. drafters: what a request may name."""
+
+    name: str
+    target_id: str
+    limits: Limits
+    drafters: tuple[str, ...] = ()
+    gamma: int = 0
+    verify: str = "early-stop"
+    couple_unseeded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A user's request. deadline: a point on the gateway's clock, seconds. resume: ids that the
+    client already holds, by choice."""
+
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str = ""
+    attempt: int = 0
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    floor_tps: float = 0.0
+    speculation: Speculation = field(default_factory=Speculation)
+    resume: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The call is well formed. First event of a stream."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of one choice. index: output position of the first of ids; text may lag behind them."""
+
+    choice: int
+    index: int
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+Output = Started | Chunk | Answer
+
+
+class Gateway:
+    """Runs calls on a target. The servicer and the HTTP routes are two mappings onto this."""
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.model = model
+        self.clock = clock
+        self._target = target
+
+    def requests(self, call: Call) -> list[Request]:
+        """One checked request a choice. Raises InvalidRequest naming field, value and limit."""
+        ids = call.prompt.encode(self.tokenizer)
+        params = call.sampling
+        if self.model.couple_unseeded and params.mode is SamplingMode.REJECTION:
+            params = replace(params, seed=secrets.randbits(64))
+        base = Request(
+            request_id=call.request_id or secrets.token_hex(12),
+            prompt_ids=ids,
+            sampling=params,
+            attempt=call.attempt,
+            deadline=call.deadline,
+            tenant=call.tenant,
+            priority=call.priority,
+            floor_tps=call.floor_tps,
+            speculation=call.speculation,
+            traceparent=call.traceparent,
+        )
+        check_request(base, self.model.limits)
+        for choice in call.resume:
+            if not 0 <= choice < params.n:
+                raise InvalidRequest("resume", choice, f"is not a choice of n = {params.n}")
+        requests = [
+            replace(base, choice=choice, committed_ids=call.resume.get(choice, ()))
+            for choice in range(params.n)
+        ]
+        for request in requests:
+            if request.committed_ids:
+                check_request(request, self.model.limits)
+        return requests
+
+    async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
+        """`Started`, then chunks of all choices as they come, each choice ended by its `Answer`.
+
+        Raises the DsparkError that ended the call; the other choices are cancelled then, as they
+        are when the iterator is closed early.
+        """
+        requests = self.requests(call)
+        yield Started(requests[0].request_id, requests[0].prompt_ids)
+        choices = [self._choice(request) for request in requests]
+        async with aclosing(choices[0] if len(choices) == 1 else merged(choices)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _choice(self, request: Request) -> AsyncGenerator[Output, None]:
+        index = len(request.committed_ids)
+        async with aclosing(stream_answer(self._target, self.tokenizer, request)) as events:
+            async for event in events:
+                if isinstance(event, Piece):
+                    yield Chunk(request.choice, index, event.ids, event.text, event.logprobs)
+                    index += len(event.ids)
+                else:
+                    yield event
+
+
+async def merged(streams: list[AsyncGenerator[Output, None]]) -> AsyncGenerator[Output, None]:
+    """Outputs of several choices in the order they come; the first failure ends all."""
+    queue: asyncio.Queue[Output | BaseException | None] = asyncio.Queue(BUFFERED_PIECES)
+
+    async def pump(stream: AsyncIterator[Output]) -> None:
+        try:
+            async for output in stream:
+                await queue.put(output)
+            await queue.put(None)
+        except Exception as error:  # handed to the reader, who raises it
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            output = await queue.get()
+            if output is None:
+                running -= 1
+            elif isinstance(output, BaseException):
+                raise output
+            else:
+                yield output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

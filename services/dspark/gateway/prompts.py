@@ -1,0 +1,31 @@
+"""What a user may ask with: a text, a chat, or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dspark.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from dspark.gateway.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Exactly one of: `text` to continue as it is, `chat` messages to answer, token `ids`."""
+
+    text: str | None = None
+    chat: tuple[Mapping[str, str], ...] | None = None
+    ids: tuple[int, ...] | None = None
+
+    def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Token ids. Raises InvalidRequest."""
+        if self.ids is not None:
+            return self.ids
+        if self.chat is not None:
+            return tokenizer.chat(self.chat)
+        if self.text is None:
+            raise InvalidRequest("prompt", None, "is missing: give a text, a chat or token ids")
+        return tokenizer.encode(self.text)
