@@ -29,7 +29,7 @@ from dspark.v1 import generation_pb2 as pb
 ERROR_METADATA = "dspark-error-bin"
 
 # The one place where an error becomes a status. Order matters: the first class that fits.
-_STATUS: tuple[tuple[type[BaseException], pb.ErrorCode, grpc.StatusCode], ...] = (
+_STATUS: tuple[tuple[type[BaseException], pb.ErrorCode.ValueType, grpc.StatusCode], ...] = (
     (InvalidRequest, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
     (Overloaded, pb.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (DeadlineExceeded, pb.ERROR_CODE_DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -189,10 +189,10 @@ def logprobs_from_wire(wire: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, .
     )
 
 
-def reason_to_wire(reason: FinishReason) -> pb.FinishReason:
+def reason_to_wire(reason: FinishReason) -> pb.FinishReason.ValueType:
     return _REASONS[reason]
 
 
-def reason_from_wire(wire: pb.FinishReason) -> FinishReason:
-    reasons = {int(theirs): ours for ours, theirs in _REASONS.items()}
-    return reasons.get(int(wire), FinishReason.ERROR)
+def reason_from_wire(wire: pb.FinishReason.ValueType) -> FinishReason:
+    reasons = {theirs: ours for ours, theirs in _REASONS.items()}
+    return reasons.get(wire, FinishReason.ERROR)
