@@ -592,35 +592,27 @@ class Recorder:
         pass
 
 
-@dataclass
 class Service:
     """An engine with two versions of the recorder, and what its requests were given."""
 
-    target: Target
-    prompts: Mapping[str, Ids]
-    config: EngineConfig
-    usage: dict[str, Usage] = field(default_factory=dict)
-    outputs: dict[str, Ids] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.answers = {
-            name: greedy(self.target.model, prompt, 20) for name, prompt in self.prompts.items()
-        }
-        width = int(self.target.model.config.hidden_size)
+    def __init__(self, target: Target, prompts: Mapping[str, Ids], config: EngineConfig) -> None:
+        self.prompts = prompts
+        self.answers = {name: greedy(target.model, ids, 20) for name, ids in prompts.items()}
+        self.outputs: dict[str, Ids] = {}
+        self.usage: dict[str, Usage] = {}
+        concatenated, projected = target.projections
+        width = len(concatenated.layer_ids) * int(target.model.config.hidden_size)
         self.drafters = {
-            version: Recorder(
-                projection,
-                len(projection.layer_ids) * width if projection.weight is None else 24,
-                self.answers,
-            )
-            for version, projection in zip("ab", self.target.projections, strict=True)
+            "a": Recorder(concatenated, width, self.answers),
+            "b": Recorder(projected, 24, self.answers),
         }
         self.engine = Engine(
-            self.target.backend(self.config.block_size),
-            self.config,
+            target.backend(config.block_size),
+            config,
             OnlineStepCost(StepCost.from_table({1: 1.0, 512: 1.0})),
             drafters=self.drafters,
         )
+        self._model = target.model
 
     def serve(self, **versions: str) -> None:
         """Run these requests together to their end; versions: request -> its drafter's version."""
@@ -633,7 +625,7 @@ class Service:
                     speculation=Speculation(drafter=version),
                 )
             )
-        while not self.engine.idle:
+        for _ in range(1000):  # many times what it takes
             for (name, _), event in self.engine.step():
                 if isinstance(event, Committed):
                     self.outputs[name] = (*self.outputs.get(name, ()), *event.ids)
@@ -641,15 +633,18 @@ class Service:
                     assert event.error is None
                     self.usage[name] = event.usage
             self.engine.check_integrity()
+            if self.engine.idle:
+                return
+        raise AssertionError("the engine comes to no end")
 
     def check(self) -> None:
-        """Answers are greedy; every row that a drafter was ever sent is transformers', and from the
-        first position to the one before the last anchor none is missing."""
+        """Answers are greedy; every row that a drafter was ever sent is transformers', and from
+        the first position to the one before the last anchor none is missing."""
         assert self.outputs == self.answers
         for recorder in self.drafters.values():
             assert not recorder.gaps
             for name, rows in recorder.rows.items():
-                [truth] = truths(self.target.model, [(*self.prompts[name], *self.answers[name])])
+                [truth] = truths(self._model, [(*self.prompts[name], *self.answers[name])])
                 positions = [position for position, _ in rows]
                 close(
                     torch.stack([row for _, row in rows]),
@@ -723,9 +718,8 @@ def test_features_recomputed_after_preemption(target: Target) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(family: str) -> None:
-    """The same roundings in another order: the root mean square of the error is that of
-    transformers' own bfloat16 pass, to half as much again for the few hundred roundings that make
-    it up, and the features of a version likewise."""
+    """The same roundings in another order: the error has the size of that of transformers' own
+    bfloat16 pass (measured: 0.93 to 1.01 times). Half as much again would be something else."""
     ids = text(60)
     [exact] = truths(tiny_model(family), [ids])
     half = tiny_model(family, torch.bfloat16)

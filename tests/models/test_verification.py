@@ -199,24 +199,27 @@ def test_counts_equal_a_counter_and_keep_no_trace(
 
 def test_draw_follows_its_weights_over_several_blocks() -> None:
     rng = np.random.default_rng(5)
-    weights = rng.dirichlet(np.ones(1000)) + 1e-3
-    weights[256:512] = 0.0
-    weights[-3:] = 0.0
+    weights = np.zeros(1000)
+    weights[[0, 1, 255, 256, 257, 600, 767, 768, 996]] = rng.uniform(0.5, 2, 9)
     counts = np.bincount([draw(weights, rng) for _ in range(N)], minlength=1000)
     assert chi_square(counts, weights / weights.sum()) > FAIR
 
 
-def test_no_draw_falls_on_a_token_without_weight() -> None:
-    class Highest(np.random.Generator):
-        def random(self, *_: Any, **__: Any) -> Any:
-            return 1.0 - 2.0**-53
+@pytest.mark.parametrize(("u", "first"), [(0.0, True), (1.0 - 2.0**-53, False)])
+def test_no_draw_falls_on_a_token_without_weight(u: float, first: bool) -> None:
+    """At both ends of what a generator returns, with tokens without weight at both ends."""
 
-    rng = Highest(np.random.PCG64(0))
+    class Scripted(np.random.Generator):
+        def random(self, *_: Any, **__: Any) -> Any:
+            return u
+
+    rng = Scripted(np.random.PCG64(0))
     for total in (0.3, 1.0, 1.5, 1e-300):
         weights = np.zeros(600)
         weights[[3, 299]] = total / 3, total * 2 / 3
-        assert draw(weights, rng) == 299
-        assert sample_from_support(np.float32([1, 2, 0]) * np.float32(1.1), rng) == 1
+        assert draw(weights, rng) == (3 if first else 299)
+        support = np.array([0.0, total, total, 0.0], np.float32) + np.float32([0, 1, 2, 0])
+        assert sample_from_support(support, rng) == (1 if first else 2)
 
 
 def test_support_weights_normalize_to_the_same_numbers_on_both_sides() -> None:
@@ -578,6 +581,7 @@ PENALIZED: dict[str, Any] = {
     "top_logprobs": 3,
 }
 STOP = frozenset({1})
+CHOICE = 3
 
 
 def grammar(context: Sequence[int]) -> NDArray[np.bool_]:
@@ -588,16 +592,17 @@ def grammar(context: Sequence[int]) -> NDArray[np.bool_]:
 def one_by_one(
     logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]
 ) -> tuple[list[int], list[Any]]:
-    """What plain decoding chooses: each token committed before the next is judged."""
+    """What plain decoding chooses: each token is committed before the next is chosen."""
     ids, logprobs = list(output), []
-    for row in logits:
-        counts = TokenCounts.of(prompt, ids)
-        verdict = judge(
-            row[None], params, (), output_position=len(ids), rng=np.random.default_rng(0),
-            choice=1, stop_ids=STOP, counts=counts, mask=lambda _: grammar(ids),
-        )  # fmt: skip
-        ids.extend(verdict.ids)
-        logprobs.extend(verdict.logprobs)
+    for raw in logits.numpy():
+        banned = STOP if len(ids) < params.min_tokens else ()
+        row = adjust(raw, params, TokenCounts.of(prompt, ids), banned, grammar(ids))
+        if params.seed is None:
+            token = int(row.argmax())
+        else:
+            token = coupled_token(probabilities(row, params), params.seed, CHOICE, len(ids))
+        logprobs.append(token_logprob(raw, token, params.top_logprobs))
+        ids.append(token)
     return ids[len(output) :], logprobs
 
 
@@ -624,7 +629,7 @@ def test_inside_a_block_each_position_sees_the_tokens_before_it(params: Sampling
             counts = TokenCounts.of(prompt, output)
             masks = [grammar([*output, *draft[:k]]) for k in range(5)]
             verdict = judge(
-                logits, params, draft, output_position=2, rng=rng, choice=1, stop_ids=STOP,
+                logits, params, draft, output_position=2, rng=rng, choice=CHOICE, stop_ids=STOP,
                 counts=counts, mask=masks.__getitem__,
             )  # fmt: skip
             assert list(verdict.ids) == expected[: broken + 1]
@@ -675,7 +680,7 @@ def test_penalties_without_counts_are_our_bug() -> None:
 
 
 def test_a_greedy_row_of_nan_is_an_error() -> None:
-    params = SamplingParams(temperature=0.0, logprobs=True)
+    params = SamplingParams(temperature=0.0, min_tokens=1)
     logits = torch.full((1, V), torch.nan)
     with pytest.raises(ModelError):
         judge(logits, params, (), output_position=0, rng=np.random.default_rng(0))

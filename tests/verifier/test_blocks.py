@@ -101,11 +101,20 @@ class PoolAgainstItsModel(RuleBasedStateMachine):
         if block not in self.held and block in self.contents:
             self.idle.append(block)
 
+    def text(self, data: st.DataObject) -> Ids:
+        """Any, or one that leaves a cached one somewhere."""
+        cached = [content.text for content in self.contents.values()]
+        if not cached or data.draw(st.booleans()):
+            return data.draw(texts())
+        text = data.draw(st.sampled_from(cached))
+        kept = data.draw(st.integers(0, len(text) - 1))
+        return (*text[:kept], *data.draw(texts(1)))[: 3 * SIZE]
+
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), text=texts(), feature_id=features)
-    def register(self, data: st.DataObject, text: Ids, feature_id: str) -> None:
+    @rule(data=st.data(), feature_id=features)
+    def register(self, data: st.DataObject, feature_id: str) -> None:
         """Of two full blocks with one text, the featureless never displaces one with features."""
-        block = data.draw(st.sampled_from(self.held))
+        block, text = data.draw(st.sampled_from(self.held)), self.text(data)
         parent, tokens = parent_of(text), text[block_start(text) :]
         name = self.pool.register(block, parent, tokens, feature_id)
         assert name == (digest(parent, tokens) if len(tokens) == SIZE else None)
@@ -119,8 +128,9 @@ class PoolAgainstItsModel(RuleBasedStateMachine):
                 self.idle.remove(twin)
         self.contents[block] = Content(text, feature_id)
 
-    @rule(text=texts(), feature_id=features)
-    def match(self, text: Ids, feature_id: str) -> None:
+    @rule(data=st.data(), feature_id=features)
+    def match(self, data: st.DataObject, feature_id: str) -> None:
+        text = self.text(data)
         found = self.pool.match(text, feature_id)
         serving = {
             block: content.text

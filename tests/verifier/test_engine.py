@@ -407,6 +407,26 @@ def test_a_step_that_raises_ends_its_requests_and_the_engine_goes_on(at: int) ->
         assert answer.ids == target_only(RULE, prompt(9 + 20 * i, i), 30)
 
 
+@pytest.mark.xfail(reason="KVCache.attach keeps its hold on the donor if copy raises", strict=True)
+def test_a_copy_of_a_block_that_raises_is_a_step_that_raises() -> None:
+    class Torn(ToyBackend):
+        def copy(self, src_block: int, dst_block: int) -> None:
+            raise RuntimeError("torn")
+
+    of = Scene(toy_engine(Torn(RULE, V), lookup()))
+    of.ask(request("first", prompt(40), greedy(2)))
+    of.submit(
+        request("copies", (*prompt(40), 1, 2), greedy(2)), request("other", prompt(9, 4), greedy(2))
+    )
+    with pytest.raises(RuntimeError, match="torn"):
+        of.step()
+    of.engine.fail(Unavailable("the step failed"))
+    of.drain()
+    for name in ("copies", "other"):
+        assert isinstance(error_of(of.answers[name, 0]), Unavailable)
+    assert owned(of) == 0
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
     "params",
@@ -459,7 +479,7 @@ def random_request(rng: np.random.Generator, number: int) -> Request:
     )
 
 
-def live(steps: int) -> tuple[Scene, list[int]]:
+def live(steps: int) -> list[int]:
     """Random arrivals, cancels, deadlines and ends, in a pool too small for all; every so often all
     leave, and the number of live objects is taken."""
     rng, clock = np.random.default_rng(1), HandClock()
@@ -490,22 +510,11 @@ def live(steps: int) -> tuple[Scene, list[int]]:
     assert of.engine.preemptions > steps // 500
     assert of.engine.figures.speculation.accepted > steps // 10
     assert not of.engine.desk.faults
-    return of, objects
+    return objects
 
 
-def flat(objects: list[int]) -> bool:
-    """Live objects after the first quarter, when the prefix cache is full. The cache's entries come
-    and go with what is evicted: a pool of 24 blocks holds a few hundred objects at most."""
-    settled = objects[len(objects) // 4 :]
-    return max(settled) - min(settled) < 300
-
-
-def test_a_thousand_ragged_steps_leak_nothing() -> None:
-    _, objects = live(1000)
-    assert flat(objects), objects
-
-
-@pytest.mark.slow
 def test_ten_thousand_ragged_steps_leak_nothing() -> None:
-    _, objects = live(10_000)
-    assert flat(objects), objects
+    objects = live(10_000)
+    # After the first tenth the prefix cache is full; its entries come and go with what is evicted,
+    # and a pool of 24 blocks holds a few hundred objects at most. 3,500 requests came and went.
+    assert max(objects[1:]) - min(objects[1:]) < 100, objects

@@ -257,7 +257,7 @@ def sample(
     policy: str,
     R: int,
     table: dict[int, float] | None = None,
-    lie: ScriptedDrafter | None = None,
+    lie: Any = None,
     eos_ids: tuple[int, ...] = (),
     gamma: int = GAMMA,
 ) -> tuple[list[list[int]], Any]:
@@ -356,6 +356,31 @@ def test_min_tokens_bans_the_end_inside_a_block(case: str) -> None:
     for text in texts:
         counts[tuple(text)] += 1
     assert p_value(counts, expected) > ALPHA
+
+
+def test_policies_side_by_side_each_follow_the_law() -> None:
+    """Requests of one step with policies of their own, K too small for all of them."""
+    wishes = ["early-stop", "top-k", "fixed:2", "threshold:0.5"]
+    engine = toy_engine(
+        ToyBackend(bigram_rule(P), STATES), drafter(), table=SCARCE, max_sequences=12, gamma=GAMMA
+    )
+    asked = [
+        request(str(i), [i % STATES], PLAIN, speculation=Speculation(verify=wishes[i // 4 % 4]))
+        for i in range(1000)
+    ]
+    answers = Scene(engine).ask(*asked)
+    for n in range(4):
+        texts = [answer.ids for i, answer in enumerate(answers) if i // 4 % 4 == n]
+        assert triples_p_value(texts, law(PLAIN)) > ALPHA, wishes[n]
+
+
+@pytest.mark.parametrize("policy", ["early-stop", "top-k", "fixed:5"])
+def test_prompt_lookup_is_a_point_mass_that_may_look_ahead(policy: str) -> None:
+    """Its blocks are a function of committed text, so the full search over a staircase is free."""
+    stairs = {1: 100.0, 4: 100.0, 5: 130.0, 12: 130.0, 13: 200.0, 64: 200.0}
+    texts, engine = sample(PLAIN, 700, policy=policy, R=4, table=stairs, lie=lookup(GAMMA))
+    assert triples_p_value(texts, law(PLAIN)) > ALPHA
+    assert engine.figures.speculation.accepted > 100
 
 
 def test_a_block_without_support_is_a_point_mass() -> None:

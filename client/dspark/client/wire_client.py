@@ -12,7 +12,9 @@ from dspark.core.errors import (
     DsparkError,
     InvalidRequest,
     ModelError,
+    NotFound,
     Overloaded,
+    Unauthenticated,
     Unavailable,
 )
 from dspark.core.requests import (
@@ -35,6 +37,8 @@ _STATUS: tuple[tuple[type[BaseException], pb.ErrorCode.ValueType, grpc.StatusCod
     (DeadlineExceeded, pb.ERROR_CODE_DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Cancelled, pb.ERROR_CODE_CANCELLED, grpc.StatusCode.CANCELLED),
     (Unavailable, pb.ERROR_CODE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
+    (Unauthenticated, pb.ERROR_CODE_UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED),
+    (NotFound, pb.ERROR_CODE_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     (ModelError, pb.ERROR_CODE_MODEL, grpc.StatusCode.FAILED_PRECONDITION),
     (BaseException, pb.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
 )

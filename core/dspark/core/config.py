@@ -16,7 +16,10 @@ class EngineConfig:
     sequence on average and keeps tables short. max_sequences: R at most. max_step_tokens: B at
     most. prefill_chunk: prompt tokens a step beside decoding requests, which wait for it.
     max_waiting: requests queued before new ones are refused. gamma: draft tokens asked for at most.
-    verify: policy of the planner. retry_after_s: told to refused callers.
+    verify: policy of the planner. retry_after_s: told to refused callers. buffered_events: of one
+    choice that wait for its reader before its sequence pauses; at half of them it goes on.
+    stall_timeout_s: seconds that a choice may stand paused; a browser tab that sleeps is given up,
+    a reader that is merely slow is not. heartbeat_s: seconds between two signs of life to a gateway.
     """
 
     kv_tokens: int = 65_536
@@ -28,6 +31,9 @@ class EngineConfig:
     gamma: int = 7
     verify: str = "early-stop"
     retry_after_s: float = 1.0
+    buffered_events: int = 64
+    stall_timeout_s: float = 30.0
+    heartbeat_s: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

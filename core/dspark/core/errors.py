@@ -1,8 +1,8 @@
 """Every error a user of dspark can meet, drawn as one tree.
 
-Three families: what the caller did (`InvalidRequest`), what the system could not do now
-(`Overloaded`, `DeadlineExceeded`, `Unavailable`), what an operator must repair (`ConfigError`,
-`ModelError`). Each maps to a status in one place, at the edge.
+Three families: what the caller did (`InvalidRequest`, `Unauthenticated`, `NotFound`, `Cancelled`),
+what the system could not do now (`Overloaded`, `DeadlineExceeded`, `Unavailable`), what an operator
+must repair (`ConfigError`, `ModelError`). Each maps to a status in one place, at the edge.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ class InvalidRequest(DsparkError):
         super().__init__(f"{field}: {shown} {limit}")
 
 
+class Unauthenticated(DsparkError):
+    """No API key came with the call, or one that belongs to no tenant."""
+
+
+class NotFound(DsparkError):
+    """The call names something that is not here: a model that is not served."""
+
+
 class Overloaded(DsparkError):
-    """A bounded queue is full; try again after `retry_after_s` seconds."""
+    """A bounded queue is full or a tenant's limit reached; try again after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s

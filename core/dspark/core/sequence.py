@@ -14,7 +14,8 @@ class SequenceState:
     """Tokens of one choice, how many of them are in the KV cache, and when it ends.
 
     ids: prompt and committed tokens; the last one is the anchor. computed: the first so many have
-    keys and values. cached: how many of them a prefix hit brought at first, None before that. Stop ids, EOS and the token limit cut inside an accepted block (L6).
+    keys and values. cached: how many of them a prefix hit brought at first, None before that. Stop
+    ids, EOS and the token limit cut inside an accepted block (L6).
     """
 
     def __init__(

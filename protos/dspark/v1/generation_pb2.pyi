@@ -71,7 +71,7 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_INVALID_REQUEST: _ErrorCode.ValueType  # 1
     """It can never be served. INVALID_ARGUMENT."""
     ERROR_CODE_OVERLOADED: _ErrorCode.ValueType  # 2
-    """A bounded queue is full. RESOURCE_EXHAUSTED."""
+    """A bounded queue is full, or a tenant's limit is reached. RESOURCE_EXHAUSTED."""
     ERROR_CODE_DEADLINE_EXCEEDED: _ErrorCode.ValueType  # 3
     """The request's own deadline passed. DEADLINE_EXCEEDED."""
     ERROR_CODE_CANCELLED: _ErrorCode.ValueType  # 4
@@ -82,6 +82,10 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The model cannot be read or served. FAILED_PRECONDITION."""
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 7
     """Our bug. INTERNAL."""
+    ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 8
+    """No API key, or one that belongs to no tenant. UNAUTHENTICATED."""
+    ERROR_CODE_NOT_FOUND: _ErrorCode.ValueType  # 9
+    """The model is not served here. NOT_FOUND."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
 
@@ -90,7 +94,7 @@ ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 ERROR_CODE_INVALID_REQUEST: ErrorCode.ValueType  # 1
 """It can never be served. INVALID_ARGUMENT."""
 ERROR_CODE_OVERLOADED: ErrorCode.ValueType  # 2
-"""A bounded queue is full. RESOURCE_EXHAUSTED."""
+"""A bounded queue is full, or a tenant's limit is reached. RESOURCE_EXHAUSTED."""
 ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode.ValueType  # 3
 """The request's own deadline passed. DEADLINE_EXCEEDED."""
 ERROR_CODE_CANCELLED: ErrorCode.ValueType  # 4
@@ -101,6 +105,10 @@ ERROR_CODE_MODEL: ErrorCode.ValueType  # 6
 """The model cannot be read or served. FAILED_PRECONDITION."""
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 7
 """Our bug. INTERNAL."""
+ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 8
+"""No API key, or one that belongs to no tenant. UNAUTHENTICATED."""
+ERROR_CODE_NOT_FOUND: ErrorCode.ValueType  # 9
+"""The model is not served here. NOT_FOUND."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

@@ -10,6 +10,9 @@ from dspark.verifier.blocks import digest
 from dspark.verifier.kv_cache import KVCache
 from dspark.verifier.sequence import Sequence
 
+# Waiting sequences that one step looks past because a running one computes what they need.
+HELD_BACK = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -34,7 +37,11 @@ def rank(sequence: Sequence) -> tuple[int, int]:
 
 
 class Batcher:
-    """Waiting and running sequences. Running ones keep their blocks between steps."""
+    """Waiting and running sequences. Running ones keep their blocks between steps.
+
+    A paused one is in no step and takes no room in one, so readers that stand still keep nobody
+    out: it does not count to `max_sequences`, and its blocks are the first to be taken.
+    """
 
     def __init__(self, cache: KVCache, config: EngineConfig) -> None:
         self.waiting: list[Sequence] = []
@@ -58,15 +65,17 @@ class Batcher:
         """The next step: every decoding sequence, then prefill chunks, then draft room."""
         self._admit()
         budget = self._config.max_step_tokens
+        # More than a step holds may run once paused ones have gone on: the last ones sit out.
+        in_turn = sorted(self._going(), key=rank)[: self._config.max_sequences]
         items = []
-        for sequence in sorted(self.running, key=rank):
+        for sequence in in_turn:
             preempted = not sequence.blocks  # by an earlier one's growth
             if not preempted and sequence.state.uncomputed == 1 and self._grow(sequence):
                 items.append(Item(sequence, 1, decoding=True, reaches_end=True))
                 budget -= 1
         budget = min(budget, self._config.prefill_chunk)
-        for sequence in sorted(self.running, key=rank):
-            if sequence.state.uncomputed > 1 and budget > 0:
+        for sequence in in_turn:
+            if sequence.blocks and sequence.state.uncomputed > 1 and budget > 0:
                 tokens = min(sequence.state.uncomputed, budget)
                 ends = tokens == sequence.state.uncomputed
                 items.append(Item(sequence, tokens, decoding=False, reaches_end=ends))
@@ -78,17 +87,36 @@ class Batcher:
     def _admit(self) -> None:
         """Start waiting sequences while they fit. One whose next block is being computed by a
         running sequence is held back: in a step or two it will find that block cached."""
-        being_computed = {self._next_block(s) for s in self.running if s.state.uncomputed > 1}
-        index = 0
-        while index < len(self.waiting) and len(self.running) < self._config.max_sequences:
-            sequence = self.waiting[index]
+        going = self._going()
+        room = self._config.max_sequences - len(going)
+        if room <= 0:
+            return
+        being_computed = {self._next_block(s) for s in going if s.state.uncomputed > 1}
+        held_back = 0
+        for sequence in [s for s in self.waiting if not s.paused]:
             if self._shares_next_block(sequence, being_computed):
-                index += 1
-                continue
-            if not self._cache.attach(sequence):
-                break
-            self.running.append(self.waiting.pop(index))
-            being_computed.add(self._next_block(sequence))
+                held_back += 1
+            elif self._attach(sequence):
+                self.waiting.remove(sequence)
+                self.running.append(sequence)
+                being_computed.add(self._next_block(sequence))
+                room -= 1
+            else:
+                return
+            if not room or held_back == HELD_BACK:
+                return
+
+    def _going(self) -> list[Sequence]:
+        return [sequence for sequence in self.running if not sequence.paused]
+
+    def _attach(self, sequence: Sequence) -> bool:
+        """Blocks for a sequence that starts, those of paused ones if need be."""
+        while not self._cache.attach(sequence):
+            paused = [other for other in self.running if other.paused]
+            if not paused:
+                return False
+            self._preempt(max(paused, key=rank))
+        return True
 
     def _next_block(self, sequence: Sequence) -> bytes | None:
         """Name of the first block that the sequence has still to compute, if it fills one."""
@@ -108,9 +136,10 @@ class Batcher:
         return name is not None and name in being_computed
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Room for the sequence's anchor, taken from the least important if need be."""
+        """Room for the sequence's anchor, taken from the least important if need be: a paused one
+        before any other."""
         while not self._cache.extend(sequence, len(sequence.state.ids)):
-            victim = max(self.running, key=rank)
+            victim = max(self.running, key=lambda other: (other.paused, rank(other)))
             self._preempt(victim)
             if victim is sequence:
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections import Counter
@@ -33,18 +34,22 @@ def survival(logits: NDArray[np.float32], temperatures: NDArray[np.float64]) -> 
 
     Ends before the first logit that is not a finite number: only x_<k may be admitted then.
     """
-    finite = np.isfinite(logits)
-    sound = len(logits) if finite.all() else int(np.argmin(finite))
-    z = logits[:sound].astype(np.float64) / temperatures[:sound]
-    confidences: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-np.clip(z, -700, 700)))
-    return np.cumprod(confidences, dtype=np.float64)
+    alive, survivals = 1.0, []
+    # A block is a handful of numbers: plain floats are five times as fast as arrays here.
+    for logit, temperature in zip(logits.tolist(), temperatures.tolist(), strict=True):
+        if not math.isfinite(logit):
+            break
+        alive /= 1.0 + math.exp(min(-logit / temperature, 700.0))
+        survivals.append(alive)
+    return np.array(survivals, np.float64)
 
 
 class DraftDesk:
     """Sends each sequence's next DraftRequest and keeps what comes back in `sequence.draft`.
 
     Faulty replies are counted by kind in `faults` and count as no draft; nothing a drafter says can
-    raise here. `draft_s`: running mean of the seconds one drafter call took.
+    raise here. `draft_s`: by drafter, running mean of the seconds a step's drafts took in it;
+    `spent_s`: all of them together.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class DraftDesk:
         self.faults: Counter[str] = Counter()
         self.received = 0
         self.draft_s: dict[str, float] = {}
+        self.spent_s = 0.0
         self._drafters = drafters
         self._features = features
         self._vocab_size = vocab_size
@@ -68,19 +74,22 @@ class DraftDesk:
         for sequence in sequences:
             by_drafter.setdefault(sequence.drafter, []).append(sequence)
         for name, asking in by_drafter.items():
-            begin = self._clock()
+            before = self.spent_s
             self._ask_one(self._drafters[name], asking)
-            spent = self._clock() - begin
+            spent = self.spent_s - before
             self.draft_s[name] = 0.9 * self.draft_s.get(name, spent) + 0.1 * spent
 
     def _ask_one(self, drafter: Drafter, asking: list[Sequence]) -> None:
         for _ in range(CONTEXT_RETRIES):
             requests = [self._request(sequence) for sequence in asking]
+            begin = self._clock()
             try:
                 replies = list(drafter.propose(requests))
             except Exception:  # an untrusted reply may be wrong in any way at all
                 self.faults["raised"] += 1
                 return
+            finally:
+                self.spent_s += self._clock() - begin
             if len(replies) != len(requests):
                 self.faults["wrong count"] += 1
                 return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -27,8 +28,8 @@ from dspark.core.requests import (
     check_request,
 )
 from dspark.core.sequence import SequenceState
-from dspark.models.targets.backend import Backend, StepOutput
 from dspark.core.verdicts import Verdict
+from dspark.models.targets.backend import Backend, StepOutput
 from dspark.models.verification import TokenCounts, argmax_rows
 from dspark.scheduler import OnlineStepCost, Policy
 from dspark.verifier.batcher import Batcher, Item
@@ -75,7 +76,7 @@ class Engine:
         self._backend = backend
         self._batcher = Batcher(self.cache, config)
         self._eos_ids = frozenset(eos_ids)
-        self._clock = clock
+        self.clock = clock
         self._rng = rng or np.random.default_rng()
         self._sequences: dict[Key, Sequence] = {}
         self._arrivals = 0
@@ -87,6 +88,11 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not self._sequences and not self._events
+
+    @property
+    def stalled(self) -> bool:
+        """Nothing can be stepped: every reader stands still."""
+        return not self._events and all(s.paused for s in self._sequences.values())
 
     @property
     def active(self) -> int:
@@ -161,6 +167,15 @@ class Engine:
         if sequence is not None:
             self._finish(sequence, Cancelled("cancelled by the caller"))
 
+    def pause(self, request_id: str, choice: int, paused: bool) -> None:
+        """The caller cannot take more now, or can again. A paused choice keeps its place, blocks
+        and draft and is not stepped; it ends with Overloaded after `stall_timeout_s`. An unknown
+        request is fine."""
+        sequence = self._sequences.get((request_id, choice))
+        if sequence is None or paused is sequence.paused:
+            return
+        sequence.paused_at = self.clock() if paused else None
+
     def step(self) -> list[EngineEvent]:
         """Run one step; returns what was committed and what ended since the last call."""
         clock = Stopwatch()
@@ -177,9 +192,8 @@ class Engine:
             self.planner.learn(items, step, clock.laps["forward"] + clock.laps["argmax"])
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
-            with clock.lap("draft"):
-                self._ask_for_drafts(items, step)
-            self.figures.add_step(clock, step)
+            self._ask_for_drafts(items, step)
+            self.figures.add_step(clock, step, self.desk.spent_s)
         return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:
@@ -193,14 +207,18 @@ class Engine:
             self._finish(sequence, error)
 
     def _end_what_is_over(self) -> None:
-        """Before a step: choices past their deadline, and replays that were complete already."""
-        now = self._clock()
+        """Before a step: choices past their deadline, those that nobody reads any more, and replays
+        that were complete already."""
+        now, stall = self.clock(), self.config.stall_timeout_s
         for sequence in list(self._sequences.values()):
             deadline = sequence.state.request.deadline
             if sequence.state.finish is not None:
                 self._finish(sequence)
             elif deadline is not None and now >= deadline:
                 self._finish(sequence, DeadlineExceeded("the request's deadline passed"))
+            elif sequence.paused_at is not None and now - sequence.paused_at >= stall:
+                told = f"the reader took nothing for {stall:g} s, and its buffer is full"
+                self._finish(sequence, Overloaded(told, self.config.retry_after_s))
 
     def _keep_features(
         self, items: Seq[Item], lengths: Seq[int], verdicts: Seq[Outcome], output: StepOutput
@@ -281,7 +299,7 @@ class Engine:
         self._events.append((state.key, Finished(reason, state.usage, state.figures, error)))
 
     def check_integrity(self) -> None:
-        """Every block is free, idle or owned once; every sequence is in one queue. AssertionError."""
+        """Every block is free, idle or owned once; every sequence stands in one queue."""
         running, waiting = self._batcher.running, self._batcher.waiting
         self.cache.pool.check_integrity([s.blocks for s in running])
         assert not any(s.blocks for s in waiting), "a waiting sequence owns blocks"

@@ -42,12 +42,13 @@ class Figures:
     draft_s: float = 0.0
     speculation: SpeculationFigures = field(default_factory=SpeculationFigures)
 
-    def add_step(self, clock: Stopwatch, step: StepPlan) -> None:
+    def add_step(self, clock: Stopwatch, step: StepPlan, draft_s: float) -> None:
+        """draft_s: seconds spent in drafters since the engine started."""
         self.steps += 1
         self.prefill_tokens += step.P
         self.step_s += clock.total
         self.forward_s += clock.laps["forward"]
-        self.draft_s += clock.laps["draft"]
+        self.draft_s = draft_s
 
     def add_commit(self, tokens: int, speculation: SpeculationFigures, fallbacks: int) -> None:
         self.committed_tokens += tokens

@@ -1,4 +1,4 @@
-"""Verify lengths of one step: the planner's pure functions, fed with what the barrier allows (L2)."""
+"""Verify lengths of one step: pure planner functions, fed with what the barrier allows (L2)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ SAVING_RATE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """K of a past step with R requests; usable for drafts that came after number `seen_through`."""
+class PastDrafts:
+    """Survivals [R] of a step whose verdicts are in: what a capacity K is made from. Usable for
+    drafts that came after number `seen_through`."""
 
-    K: int
-    R: int
+    survivals: list[NDArray[np.float64]]
+    P: int
+    context: int
     seen_through: int
 
 
@@ -65,7 +67,7 @@ class StepPlanner:
         self.local_plans = 0
         self._default = policy
         self._max_tokens = max_tokens
-        self._capacity: Capacity | None = None
+        self._past: PastDrafts | None = None
 
     def plan(self, items: list[Item]) -> StepPlan:
         """Lengths for a step's items. Requests with a policy of their own are settled first; what
@@ -103,12 +105,14 @@ class StepPlanner:
 
     def _usable_capacity(self, group: list[Item]) -> int | None:
         """The past's K for this many requests, or None where a draft in hand is older than it."""
-        known = self._capacity
+        past = self._past
         drafts = [item.sequence.draft for item in group if item.sequence.draft is not None]
-        if known is None or any(d.number <= known.seen_through for d in drafts):
+        if past is None or any(d.number <= past.seen_through for d in drafts):
             self.local_plans += 1
             return None
-        return scaled(known.K, known.R, len(group))
+        R = len(past.survivals)
+        K = capacity(past.survivals, self.cost.current, past.P, R, past.context)
+        return scaled(K, R, len(group))
 
     def learn(self, items: list[Item], step: StepPlan, seconds: float) -> None:
         """Take in a step whose verdicts are known: how long it took, what its drafts promised."""
@@ -117,7 +121,7 @@ class StepPlanner:
         if not drafted:
             return
         survivals = [_admissible(item) for item in drafted]
-        self._renew_capacity(drafted, survivals, step)
+        self._remember(drafted, survivals, step)
         length_of = dict(zip(map(id, items), step.lengths, strict=True))
         lengths = np.array([length_of[id(item)] for item in drafted])
         cost = self.cost.current
@@ -128,17 +132,20 @@ class StepPlanner:
             before = seconds_saved if sequence.saving_s is None else sequence.saving_s
             sequence.saving_s = (1 - SAVING_RATE) * before + SAVING_RATE * seconds_saved
 
-    def _renew_capacity(
+    def _remember(
         self, drafted: list[Item], survivals: list[NDArray[np.float64]], step: StepPlan
     ) -> None:
         newest = max(item.sequence.draft.number for item in drafted if item.sequence.draft)
-        if self._capacity is None or newest > self._capacity.seen_through:
+        if self._past is None or newest > self._past.seen_through:
             without = [np.empty(0)] * (step.R - len(drafted))
-            K = capacity([*survivals, *without], self.cost.current, step.P, step.R, step.context)
-            self._capacity = Capacity(K, step.R, newest)
+            self._past = PastDrafts([*survivals, *without], step.P, step.context, newest)
 
     def worth_asking(self, sequence: Sequence, draft_s: float, step: StepPlan) -> bool:
-        """Draft at all: while drafts save more than they cost, and now and then to see again."""
+        """Draft at all: while drafts save more than they cost, and now and then to see again. A
+        fixed or threshold policy is taken at its word."""
+        policy = self._policy(sequence)
+        if not _is_joint(policy):
+            return policy.kind is not PolicyKind.NONE
         return worth_drafting(
             sequence.saving_s, draft_s, step.seconds, sequence.rounds_unasked, max(step.R, 1)
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from dspark.models.targets.backend import Backend, RaggedBatch
 from dspark.models.verification import argmax_rows
@@ -18,7 +18,13 @@ GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 
 CONTEXT = 256
 REPEATS = 5
 
+# Verify lengths follow from how step costs compare with each other, so a kept cost is checked by
+# that, at sizes that are quick and where a busy machine bends the curve.
+CHECKED = (1, 8, 32)
+BENT = 1.5
+
 Progress = Callable[[int, int], None]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +48,14 @@ class Point:
 
 
 def points(max_tokens: int, max_sequences: int, context: int) -> list[Point]:
-    """A grid over B with one sequence, and a few steps that tell sequences and context apart."""
-    grid = [Point(1, B, context, prefill=B > 128) for B in GRID if B <= max_tokens]
-    batches = [R for R in (4, 8, 16, 32, 64) if R <= max_sequences]
+    """A grid over B up to max_tokens with one sequence, and a few steps that tell sequences and
+    context apart."""
+    sizes = [*(B for B in GRID if B < max_tokens), max_tokens]
+    grid = [Point(1, B, context, prefill=B > 128) for B in sizes]
+    batches = [R for R in (4, 8, 16, 32, 64) if R <= min(max_sequences, max_tokens)]
     wide = [Point(R, R, context) for R in batches]
-    deep = [Point(R, R, 4 * context) for R in batches[1:2]]
-    return grid + wide + deep
+    R = ([1, *batches])[:3][-1]
+    return [*grid, *wide, Point(R, R, 4 * context)]
 
 
 def profile_step_cost(
@@ -57,29 +65,66 @@ def profile_step_cost(
     *,
     repeats: int = REPEATS,
     progress: Progress = lambda _done, _all: None,
+    clock: Clock = time.perf_counter,
 ) -> StepCost:
     """Medians of `repeats` steps a point, taken in rounds so that drift of the machine cancels.
 
-    Allocates the backend's blocks anew; the caller allocates its own afterwards. progress(done, all)
-    counts steps.
+    Allocates the backend's blocks anew; the caller allocates its own afterwards.
+    progress(done, all) counts steps.
     """
-    context = min(CONTEXT, (backend.context_length - 1) // 8)
-    most = backend.context_length - context
-    todo = points(min(max_tokens, most), max_sequences, context)
-    blocks = max(p.R * _blocks(p, backend.block_size) for p in todo)
-    backend.allocate(blocks)
-    batches = [synthetic_batch(p, backend.block_size) for p in todo]
-    seconds = np.empty((repeats, len(todo)))
-    for done, (i, (j, batch)) in enumerate(
-        itertools.product(range(-1, repeats), enumerate(batches)), start=1
-    ):
-        begin = time.perf_counter()
-        argmax_rows(backend.forward(batch).logits)
-        if i >= 0:  # the first round warms up
-            seconds[i, j] = time.perf_counter() - begin
-        progress(done, (repeats + 1) * len(todo))
+    context = _context(backend)
+    most = min(max_tokens, backend.context_length - context)
+    todo = points(most, max_sequences, context)
+    seconds = _time(backend, todo, 1 + repeats, clock, progress)[1:]  # the first round warms up
     medians = np.median(seconds, axis=0)
     return StepCost.fit([(*p.sample, float(s)) for p, s in zip(todo, medians, strict=True)])
+
+
+def still_holds(cost: StepCost, backend: Backend, *, clock: Clock = time.perf_counter) -> bool:
+    """Whether a few quick steps compare with each other as `cost` says.
+
+    No only if two looks contradict it and not one another: else it is this moment that is noisy,
+    and a new measurement would be too. Allocates anew.
+    """
+    context = _context(backend)
+    todo = [Point(1, B, context) for B in CHECKED if B + context <= backend.context_length]
+    kept = [cost.seconds(*point.sample) for point in todo]
+    first = _time(backend, todo, 3, clock).min(axis=0)
+    if not is_bent(kept, first):
+        return True
+    second = _time(backend, todo, 3, clock).min(axis=0)
+    return not is_bent(kept, second) or is_bent(first, second)
+
+
+def is_bent(expected: ArrayLike, measured: ArrayLike) -> bool:
+    """Whether two of the points compare otherwise than expected, by more than a factor of BENT. A
+    machine that is faster or slower as a whole is not bent: verify lengths stay the same."""
+    pace = np.asarray(measured) / np.asarray(expected)
+    return bool(pace.max() > BENT * pace.min())
+
+
+def _context(backend: Backend) -> int:
+    return min(CONTEXT, (backend.context_length - 1) // 8)
+
+
+def _time(
+    backend: Backend,
+    todo: Sequence[Point],
+    rounds: int,
+    clock: Clock,
+    progress: Progress = lambda _done, _all: None,
+) -> NDArray[np.float64]:
+    """Seconds of each point's step, float64 [rounds, points]."""
+    backend.allocate(max(p.R * _blocks(p, backend.block_size) for p in todo))
+    batches = [synthetic_batch(point, backend.block_size) for point in todo]
+    seconds = np.empty((rounds, len(todo)))
+    for step in range(seconds.size):
+        at = divmod(step, len(todo))
+        begin = clock()
+        argmax_rows(backend.forward(batches[at[1]]).logits)
+        seconds[at] = clock() - begin
+        progress(step + 1, seconds.size)
+    return seconds
 
 
 def _blocks(point: Point, block_size: int) -> int:

@@ -15,8 +15,8 @@ from dspark.models.verification import TokenCounts
 class DraftInHand:
     """A validated draft waiting for its verify step.
 
-    number: order of arrival at this verifier, the unit of the causal barrier. survival: float64 [γ],
-    non-increasing, calibrated; shorter than the draft's ids where confidence stopped making sense.
+    number: order of arrival at this verifier, the unit of the causal barrier. survival: float64
+    [γ], non-increasing, calibrated; ends where confidence stopped making sense.
     """
 
     number: int
@@ -31,6 +31,7 @@ class Sequence:
     feature_id: what its drafter reads ("" = tokens only), fixed for its life. sent: first position
     its draft session has not been told of. saving_s: running mean of the seconds a round's draft
     saved, None before the first one. rounds_unasked: rounds since a draft was last asked for.
+    paused_at: since when its reader cannot keep up, on the engine's clock; None while it runs.
     """
 
     state: SequenceState
@@ -46,6 +47,11 @@ class Sequence:
     sent: int = 0
     saving_s: float | None = None
     rounds_unasked: int = 0
+    paused_at: float | None = None
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_at is not None
 
     @property
     def session(self) -> str:

@@ -65,7 +65,8 @@ def check_support(
 
 
 def _pick(running: Probabilities, u: float) -> int:
-    """First index whose running sum is above u of the total; never one without weight."""
-    at = int(np.searchsorted(running, u * running[-1], side="right"))
-    # u * total may round up to the total: then the last index that adds to it.
-    return min(at, int(np.searchsorted(running, running[-1])))
+    """First index whose running sum is above u of the total; never one without weight.
+
+    There is one: u is at most 1 - 2^-53, and that much of any normal total rounds to less than it.
+    """
+    return int(np.searchsorted(running, u * running[-1], side="right"))
