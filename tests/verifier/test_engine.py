@@ -407,7 +407,6 @@ def test_a_step_that_raises_ends_its_requests_and_the_engine_goes_on(at: int) ->
         assert answer.ids == target_only(RULE, prompt(9 + 20 * i, i), 30)
 
 
-@pytest.mark.xfail(reason="KVCache.attach keeps its hold on the donor if copy raises", strict=True)
 def test_a_copy_of_a_block_that_raises_is_a_step_that_raises() -> None:
     class Torn(ToyBackend):
         def copy(self, src_block: int, dst_block: int) -> None:

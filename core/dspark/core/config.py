@@ -18,8 +18,8 @@ class EngineConfig:
     max_waiting: requests queued before new ones are refused. gamma: draft tokens asked for at most.
     verify: policy of the planner. retry_after_s: told to refused callers. buffered_events: of one
     choice that wait for its reader before its sequence pauses; at half of them it goes on.
-    stall_timeout_s: seconds that a choice may stand paused; a browser tab that sleeps is given up,
-    a reader that is merely slow is not. heartbeat_s: seconds between two signs of life to a gateway.
+    stall_timeout_s: seconds that a choice may stand paused; a tab that sleeps is given up, a reader
+    that is merely slow is not. heartbeat_s: seconds between two signs of life to a gateway.
     """
 
     kv_tokens: int = 65_536

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dspark.core.errors import DsparkError, InvalidRequest
-from dspark.core.sampling import SamplingParams, check_sampling
+from dspark.core.sampling import MAX_CHOICES, SamplingParams, check_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,8 @@ Event = Committed | Finished
 def check_request(request: Request, limits: Limits) -> None:
     """Raise `InvalidRequest` for what can never be served; the message names the limit."""
     check_sampling(request.sampling, limits.vocab_size)
+    if not 0 <= request.choice < MAX_CHOICES:
+        raise InvalidRequest("choice", request.choice, f"must be in [0, {MAX_CHOICES})")
     prompt = len(request.prompt_ids)
     if prompt == 0:
         raise InvalidRequest("prompt", "", "is empty: it must have at least 1 token")

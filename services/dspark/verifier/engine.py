@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """Nothing can be stepped: every reader stands still."""
+        """Nothing can be stepped: nobody is there, or every reader stands still."""
         return not self._events and all(s.paused for s in self._sequences.values())
 
     @property
@@ -172,7 +172,7 @@ class Engine:
         and draft and is not stepped; it ends with Overloaded after `stall_timeout_s`. An unknown
         request is fine."""
         sequence = self._sequences.get((request_id, choice))
-        if sequence is None or paused is sequence.paused:
+        if sequence is None or paused == sequence.paused:
             return
         sequence.paused_at = self.clock() if paused else None
 

@@ -40,15 +40,18 @@ class KVCache:
                 pool.release(block)
             return False
         sequence.blocks = [*match.blocks, *(pool.take() for _ in range(needed))]
+        sequence.names = list(match.names)
         state.computed = len(match.blocks) * pool.block_size
         if donor is not None:
-            self._backend.copy(donor, sequence.blocks[len(match.blocks)])
-            self.features.copy(donor, sequence.blocks[len(match.blocks)])
+            own = sequence.blocks[len(match.blocks)]
+            try:
+                self._backend.copy(donor, own)
+                self.features.copy(donor, own)
+            finally:
+                pool.release(donor)
             state.computed += match.tokens
-            pool.release(donor)
         if state.cached is None:
             state.cached = state.computed
-        sequence.names = list(match.names)
         return True
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:

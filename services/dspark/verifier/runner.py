@@ -1,6 +1,6 @@
 """An engine in its own thread, and coroutines that talk to it.
 
-The event loop never waits for a step: requests go in through a queue, events come back in one
+The event loop never waits for a step: commands go in through a queue, events come back in one
 callback a step.
 """
 
@@ -10,32 +10,45 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable
 from types import TracebackType
 
-from dspark.core.errors import Unavailable
+from dspark.core.errors import Overloaded, Unavailable
 from dspark.core.requests import Event, Finished, Request
 from dspark.verifier.engine import Engine, EngineEvent, Key
+from dspark.verifier.lines import Batch, Line, Refused, Run
 
 log = logging.getLogger(__name__)
 
 Command = Callable[[], None]
+Events = list[tuple[Run, Event | Refused]]
+
+# Seconds between two looks at deadlines while every reader stands still and no step is done.
+STALLED_TICK_S = 0.05
 
 
 class EngineRunner:
     """`async with EngineRunner(engine) as runner: async for event in runner.run(request)`.
 
-    Leaving the context stops the thread; what still runs then ends with `Unavailable`.
+    A reader may lag by `buffered_events` of a choice; then its sequence pauses until half of them
+    are read. Leaving the context stops the thread; what still runs then ends with `Unavailable`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._buffered = engine.config.buffered_events
+        self._heartbeat_s = engine.config.heartbeat_s
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._streams: dict[Key, asyncio.Queue[Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
-        self._stopping = False  # the engine's thread says so
-        self._closed = False  # the event loop does: nothing is put into `_commands` after `_stop`
+        self._closed = False  # the event loop says so: `_stop` is the last command but cancels
+        # The rest is the engine's thread's.
+        self._stopping = False
+        self._runs: dict[Key, Run] = {}
+        self._full: set[Run] = set()
+        self._last_beat = time.monotonic()
 
     async def __aenter__(self) -> EngineRunner:
         self._loop = asyncio.get_running_loop()
@@ -52,85 +65,137 @@ class EngineRunner:
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
+    # --- the event loop's side --------------------------------------------------------------------
+
     async def run(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one choice, the last one `Finished`. Raises InvalidRequest, Overloaded, and
         Unavailable once the runner is stopped.
 
         Closing the iterator early cancels the choice in the engine.
         """
+        line = self.line()
+        line.start(request)
+        line.finish()
+        try:
+            while (batch := await line.next()) is not None:
+                for _, event in batch.events:
+                    if isinstance(event, Refused):
+                        raise event.error
+                    yield event
+        finally:
+            line.close()
+
+    def line(self) -> Line:
+        """A reader's own way to start and follow any number of runs; it has to be closed."""
         assert self._loop is not None, "the runner is not started"
+        return Line(self)
+
+    def submit(self, run: Run) -> None:
         if self._closed:
             raise Unavailable("the engine is stopped")
-        key = (request.request_id, request.choice)
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        accepted: asyncio.Future[None] = self._loop.create_future()
-        self._commands.put(lambda: self._submit(request, events, accepted))
-        finished = False
-        try:
-            await accepted
-            while not finished:
-                event = await events.get()
-                finished = isinstance(event, Finished)
-                yield event
-        finally:
-            if not finished:
-                self._commands.put(lambda: self._cancel(key, events))
+        # During a step wishes only pile up: their number has the bound of the engine's own queue.
+        if self._commands.qsize() >= self.engine.config.max_waiting:
+            raise Overloaded(
+                f"{self.engine.config.max_waiting} requests came within one step",
+                self.engine.config.retry_after_s,
+            )
+        self._commands.put(lambda: self._submit(run))
 
-    def _submit(
-        self, request: Request, events: asyncio.Queue[Event], accepted: asyncio.Future[None]
-    ) -> None:
-        key = (request.request_id, request.choice)
-        try:
-            if self._stopping:
-                raise Unavailable("the engine is stopping")
-            self.engine.submit(request)
-        except Exception as error:  # ours or a bug's, it is this caller's alone
-            self._call(_settle, accepted, error)
-            return
-        # An older attempt's last event must still reach its own stream.
-        self._deliver(self.engine.take_events())
-        self._streams[key] = events
-        self._call(_settle, accepted, None)
+    def cancel(self, run: Run) -> None:
+        self._commands.put(lambda: self._cancel(run))
 
-    def _cancel(self, key: Key, events: asyncio.Queue[Event]) -> None:
-        if self._streams.get(key) is events:
-            del self._streams[key]
-            self.engine.cancel(*key)
+    def hold(self, run: Run, held: bool) -> None:
+        self._commands.put(lambda: self._hold(run, held))
+
+    def taken(self) -> None:
+        self._commands.put(self._go_on)
+
+    # --- the engine's thread ----------------------------------------------------------------------
 
     def _run_engine(self) -> None:
         while not self._stopping or not self.engine.idle:
             try:
                 self._take_commands()
+                self._go_on()
                 self._deliver(self.engine.step())
+                self._beat()
             except Exception as error:
                 log.exception("a step failed; every running request ends with an error")
                 self.engine.fail(Unavailable(f"the engine's step failed: {error}"))
 
     def _take_commands(self) -> None:
-        """Do all that was asked for, and wait for something to do while there is nothing."""
+        """Do all that was asked for; wait for something to do while there is nothing."""
         while True:
+            waits = self.engine.stalled and not self._stopping
+            tick = None if self.engine.idle else min(STALLED_TICK_S, self._heartbeat_s)
             try:
-                self._commands.get(block=self.engine.idle and not self._stopping)()
+                self._commands.get(waits, tick)()
             except queue.Empty:
                 return
             if self.engine.idle:
                 self.engine.check_integrity()
 
+    def _submit(self, run: Run) -> None:
+        try:
+            if self._stopping:
+                raise Unavailable("the engine is stopping")
+            self.engine.submit(run.request)
+        except Exception as error:  # ours or a bug's, it is this caller's alone
+            self._post([(run, Refused(error))])
+            return
+        # An older attempt's last event must still reach its own reader.
+        self._deliver(self.engine.take_events())
+        self._runs[run.key] = run
+
+    def _cancel(self, run: Run) -> None:
+        if self._runs.get(run.key) is run:
+            self.engine.cancel(*run.key)
+
+    def _hold(self, run: Run, held: bool) -> None:
+        if self._runs.get(run.key) is run:
+            run.held = held
+            self.engine.pause(*run.key, run.held or run.full)
+
+    def _go_on(self) -> None:
+        """Step those again whose readers have caught up."""
+        for run in [run for run in self._full if run.unread <= self._buffered // 2]:
+            run.full = False
+            self._full.remove(run)
+            self.engine.pause(*run.key, run.held)
+
     def _stop(self) -> None:
         self._stopping = True
         self.engine.fail(Unavailable("the engine is stopping"))
 
-    def _deliver(self, events: list[EngineEvent]) -> None:
-        """From the engine's thread to the readers' queues, in one call for all of them."""
-        posts = []
+    def _deliver(self, events: Iterable[EngineEvent]) -> None:
+        told: Events = []
         for key, event in events:
-            stream = self._streams.get(key)
-            if stream is not None:
-                posts.append((stream, event))
-                if isinstance(event, Finished):
-                    del self._streams[key]
-        if posts:
-            self._call(_post, posts)
+            run = self._runs[key]
+            run.posted += 1
+            told.append((run, event))
+            if isinstance(event, Finished):
+                del self._runs[key]
+                self._full.discard(run)
+            elif run.unread >= self._buffered and not run.full:
+                run.full = True
+                self._full.add(run)
+                self.engine.pause(*key, True)
+        if told:
+            self._post(told)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self._runs and now - self._last_beat >= self._heartbeat_s:
+            self._last_beat = now
+            lines = {run.line for run in self._runs.values()}
+            self._call(_beat, lines, self.engine.figures.steps)
+
+    def _post(self, told: Events) -> None:
+        """From the engine's thread to the readers, in one call for all of them."""
+        by_line: dict[Line, Events] = defaultdict(list)
+        for run, event in told:
+            by_line[run.line].append((run, event))
+        self._call(_put, by_line, self.engine.figures.steps)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
@@ -140,15 +205,11 @@ class EngineRunner:
             log.debug("an event came after the event loop was closed")
 
 
-def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
-    if accepted.done():
-        return
-    if error is None:
-        accepted.set_result(None)
-    else:
-        accepted.set_exception(error)
+def _put(by_line: dict[Line, Events], steps: int) -> None:
+    for line, events in by_line.items():
+        line.put(Batch(events, steps))
 
 
-def _post(posts: list[tuple[asyncio.Queue[Event], Event]]) -> None:
-    for stream, event in posts:
-        stream.put_nowait(event)
+def _beat(lines: Iterable[Line], steps: int) -> None:
+    for line in lines:
+        line.beat(steps)
