@@ -63,7 +63,11 @@ def test_flashinfer_equals_padded_attention(
     kv = PagedKV(256, 16)
     shape = (3, 256 * 16, head_dim)
     past = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    kv.write(0, past[0], past[1], torch.arange(256 * 16, device=device))
+    every, none = (
+        torch.arange(256 * 16, device=device),
+        torch.empty(0, dtype=torch.int64).to(device),
+    )
+    kv.write(0, past[0], past[1], every, none)
     query = torch.randn(9, len(batch.token_ids), head_dim, dtype=torch.bfloat16, device=device)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     ours = PaddedAttention(batch, kv, device)(0, query, head_dim**-0.5, window, softcap)

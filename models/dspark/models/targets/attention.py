@@ -34,6 +34,7 @@ class StepAttention(Protocol):
 
     kv: PagedKV
     slots: torch.Tensor
+    unused: torch.Tensor
 
     def __call__(
         self,
@@ -68,7 +69,7 @@ def attend(
     if getattr(module, "is_kv_shared_layer", False):
         layer = donor_layer(module.config, layer)
     else:
-        dspark_step.kv.write(layer, key[0], value[0], dspark_step.slots)
+        dspark_step.kv.write(layer, key[0], value[0], dspark_step.slots, dspark_step.unused)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     return dspark_step(layer, query[0], scaling, sliding_window, softcap).unsqueeze(0), None
@@ -92,15 +93,25 @@ def token_slots(batch: RaggedBatch, block_size: int) -> np.ndarray:
     return np.asarray(blocks * block_size + index % block_size)
 
 
+def unused_slots(batch: RaggedBatch, block_size: int) -> np.ndarray:
+    """int64: the slots behind each sequence's end in its last block. A rejected draft or an earlier
+    owner may have left NaN there, and no mask undoes that: NaN * 0 is NaN."""
+    totals = batch.context_len + np.diff(batch.query_start)
+    last = batch.block_table[np.arange(len(totals)), (totals - 1) // block_size].astype(np.int64)
+    used = (totals - 1) % block_size + 1
+    slots = last[:, None] * block_size + np.arange(block_size)
+    return np.asarray(slots[np.arange(block_size) >= used[:, None]])
+
+
 @dataclass(frozen=True)
 class _Group:
     """Sequences attended to together, padded to one shape.
 
     rows: int64 [n, q], rows of the step (padding repeats a valid row), None if they are 0..B-1 and
     all real. valid: the flat positions in [n, q] that are real, None if all are. out_rows: rows
-    they go to, None if they are 0..B-1. block_ids: int64 [n, N]. unused: the flat positions in
-    [n, S] past a sequence's end. query_index: [n, q, 1], positions in the sequence. masks: by
-    window, filled when first asked for.
+    they go to, None if they are 0..B-1. block_ids: int64 [n, N], padded with each sequence's own
+    last block: nothing of another is ever read. query_index: [n, q, 1], positions in the sequence.
+    masks: by window, filled when first asked for.
     """
 
     rows: torch.Tensor | None
@@ -108,7 +119,6 @@ class _Group:
     valid: torch.Tensor | None
     out_rows: torch.Tensor | None
     block_ids: torch.Tensor
-    unused: torch.Tensor
     query_index: torch.Tensor
     masks: dict[int | None, torch.Tensor]
 
@@ -140,6 +150,7 @@ class PaddedAttention:
     def __init__(self, batch: RaggedBatch, kv: PagedKV, device: torch.device) -> None:
         self.kv = kv
         self.slots = torch.from_numpy(token_slots(batch, kv.block_size)).to(device)
+        self.unused = torch.from_numpy(unused_slots(batch, kv.block_size)).to(device)
         self._tokens = len(batch.token_ids)
         self._groups = [
             _group(batch, members, kv.block_size, device) for members in group_sequences(batch)
@@ -175,7 +186,7 @@ class PaddedAttention:
     ) -> torch.Tensor:
         heads, _, head_dim = query.shape
         n, q_len = group.shape
-        key, value = self.kv.gather(layer, group.block_ids, group.unused)
+        key, value = self.kv.gather(layer, group.block_ids)
         kv_heads, keys = key.shape[1], key.shape[2]
         per_kv = heads // kv_heads
         if group.rows is not None:
@@ -225,6 +236,7 @@ def _group(
     valid = (np.arange(q_len) < queries[:, None]).ravel()
     totals = contexts + queries
     blocks = -(-int(totals.max()) // block_size)
+    block_index = np.minimum(np.arange(blocks), (totals[:, None] - 1) // block_size)
     out_rows = rows.ravel()[valid]
     in_order = len(out_rows) == len(batch.token_ids) and bool(np.all(np.diff(out_rows) == 1))
     query_index = contexts[:, None] + offsets
@@ -237,8 +249,7 @@ def _group(
         shape=(n, q_len),
         valid=None if valid.all() else put(np.flatnonzero(valid)),
         out_rows=None if in_order else put(out_rows),
-        block_ids=put(batch.block_table[members, :blocks].astype(np.int64)),
-        unused=put(np.flatnonzero(np.arange(blocks * block_size) >= totals[:, None])),
+        block_ids=put(batch.block_table[members[:, None], block_index].astype(np.int64)),
         query_index=put(query_index[:, :, None]),
         masks={},
     )

@@ -27,6 +27,7 @@ class FlashInferStep:
     ) -> None:
         self.kv = kv
         self.slots = torch.from_numpy(token_slots(batch, kv.block_size)).to(device)
+        self.unused = torch.empty(0, dtype=torch.int64, device=device)  # its kernels stop in time
         self._workspace = workspace
         totals = batch.context_len + np.diff(batch.query_start)
         pages = -(-totals // kv.block_size)

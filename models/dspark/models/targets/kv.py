@@ -19,13 +19,20 @@ class PagedKV:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        unused: torch.Tensor,
     ) -> None:
-        """Store keys and values [kv heads, B, head_dim] at token slots int64 [B]."""
+        """Store keys and values [kv heads, B, head_dim] at token slots int64 [B], and zeros at the
+        slots `unused`."""
         if layer not in self._layers:
             self._layers[layer] = (self._empty(key), self._empty(value))
         for pool, rows in zip(self._layers[layer], (key, value), strict=True):
             pool.flatten(1, 2).index_copy_(1, slots, rows)
+            pool.flatten(1, 2).index_fill_(1, unused, 0.0)
 
     def _empty(self, rows: torch.Tensor) -> torch.Tensor:
         # Zeros, not garbage: a kernel may read a padded slot before it masks it.
@@ -34,23 +41,17 @@ class PagedKV:
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layers[layer]
 
-    def gather(
-        self, layer: int, block_ids: torch.Tensor, unused: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks int64 [R, N] -> keys and values [R, kv heads, N * block_size, head_dim].
-
-        unused: flat positions in [R, N * block_size] that come out as zeros. What an earlier owner
-        left in them may be NaN, and no mask undoes that: NaN * 0 is NaN.
-        """
+    def gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks int64 [R, N] -> keys and values [R, kv heads, N * block_size, head_dim]."""
         rows, per_row = block_ids.shape
         flat = block_ids.flatten()
 
         def take(pool: torch.Tensor) -> torch.Tensor:
-            picked = pool.index_select(1, flat)
-            picked.flatten(1, 2).index_fill_(1, unused, 0.0)
-            return picked.view(
-                pool.shape[0], rows, per_row * self.block_size, pool.shape[3]
-            ).transpose(0, 1)
+            return (
+                pool.index_select(1, flat)
+                .view(pool.shape[0], rows, per_row * self.block_size, pool.shape[3])
+                .transpose(0, 1)
+            )
 
         key, value = self._layers[layer]
         return take(key), take(value)
