@@ -95,7 +95,7 @@ def make_checkpoint(directory: Path) -> Path:
         if parameter.dim() > 1:
             scale = 0.03 if "o_proj" in name else 0.15
             parameter.data = scale * torch.randn(parameter.shape, generator=noise)
-    model.lm_head.weight.data[tokenizer.all_special_ids] = 0.0
+    model.lm_head.weight.data[:2] = 0.0  # the special ids
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -145,7 +145,9 @@ def generate(dspark: Callable[..., Ran], checkpoint: Path) -> Callable[..., Ran]
 def start(cache: Path, checkpoint: Path) -> Callable[..., subprocess.Popen[bytes]]:
     """The installed script on the tiny model, as a process of its own."""
 
-    def run(command: str, *arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    def run(
+        command: str, *arguments: object, cache: Path = cache, **options: Any
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [DSPARK, command, "--model", checkpoint, *map(str, arguments)],
             env={**os.environ, "DSPARK_CACHE": str(cache)},

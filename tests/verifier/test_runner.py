@@ -118,7 +118,9 @@ async def test_a_task_that_is_cancelled_is_a_reader_that_hangs_up() -> None:
 
 
 async def test_a_refusal_is_raised_to_its_caller() -> None:
-    async with EngineRunner(engine(max_waiting=1, max_sequences=1)) as runner:
+    # "a" may run ahead of its reader: paused, it would make room for the others.
+    running = engine(max_waiting=1, max_sequences=1, buffered_events=FOR_EVER)
+    async with EngineRunner(running) as runner:
         with pytest.raises(InvalidRequest, match="max_tokens: 0"):
             await answer(runner, request("bad", PROMPT, greedy(0)))
         events = runner.run(request("a", PROMPT, greedy(FOR_EVER)))
@@ -167,7 +169,7 @@ async def test_a_replay_that_was_whole_already_ends() -> None:
 
 
 async def test_stopping_ends_what_runs_with_unavailable() -> None:
-    running = engine(max_sequences=1)
+    running = engine(max_sequences=1, buffered_events=FOR_EVER)
     async with EngineRunner(running) as runner:
         events = runner.run(request("a", PROMPT, greedy(FOR_EVER)))
         await begun(events)

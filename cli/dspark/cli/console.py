@@ -1,4 +1,4 @@
-"""What a person sees on stderr while long work goes on. Nothing of it reaches stdout."""
+"""What a person sees on stderr while work goes on. Nothing of it reaches stdout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ Advance = Callable[[int, int], None]
 
 
 def console() -> Console:
-    return Console(stderr=True, highlight=False)
+    """stderr. Words stay as they are: a path or a prompt may look like markup or an emoji."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def say(text: str, out: Console | None = None, style: str = "dim") -> None:
+    """One line, however long."""
+    (out or console()).print(text, style=style, soft_wrap=True)
 
 
 @contextmanager
@@ -34,6 +40,5 @@ def load_with_progress(config: TargetConfig, *, profile: bool = False) -> Loaded
     from dspark.deploy.single import load
 
     out = console()
-    with bar("step cost", out) as steps:
-        report = Report(line=lambda text: out.print(f"[dim]{text}[/dim]"), steps=steps)
-        return load(config, report, profile=profile)
+    with bar(f"loading {config.model}", out) as steps:
+        return load(config, Report(lambda text: say(text, out), steps), profile=profile)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import typer
 
+from dspark.cli.bench import app as bench
 from dspark.cli.chat import chat
 from dspark.cli.generate import generate
 from dspark.cli.models import models
 from dspark.cli.profile import profile
-from dspark.core.errors import DsparkError, InvalidRequest
+from dspark.cli.serve import serve
+from dspark.core.errors import ConfigError, DsparkError, InvalidRequest
+
+# typer carries a click of its own and gives no name to the root of its usage errors.
+UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="dspark",
@@ -24,6 +30,8 @@ app.command()(generate)
 app.command()(chat)
 app.command()(profile)
 app.command()(models)
+app.command()(serve)
+app.add_typer(bench)
 
 
 @app.callback()
@@ -31,13 +39,28 @@ def root() -> None:
     """One command a job; `dspark COMMAND --help` teaches each."""
 
 
-def main() -> None:
-    """Entry point. An expected error is one line on stderr: exit 2 for bad input, 1 for the rest."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status. An expected error is one line on stderr: 2 for bad input, 1 for
+    a model or a machine that cannot. Ctrl-C is 130."""
     # OpenMP's threads spin where they wait; beside another busy process that makes a step dozens
     # of times slower. Read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
-        app()
+        return app(arguments, standalone_mode=False) or 0
+    except UsageError as error:
+        return _refuse(_with_value(error), error.exit_code)
     except DsparkError as error:
-        print(f"dspark: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InvalidRequest) else 1)
+        return _refuse(str(error), 2 if isinstance(error, InvalidRequest | ConfigError) else 1)
+
+
+def _refuse(message: str, status: int) -> int:
+    if message:  # else help was shown in its place
+        print(f"dspark: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _with_value(error: typer.BadParameter) -> str:
+    """The message of a usage error and what was given, which only its cause (pydantic's) knows."""
+    causes: list[dict[str, object]] = getattr(error.__cause__, "errors", list)()
+    given = f": {causes[0]['input']!r} was given" if causes else ""
+    return f"{error.format_message().rstrip('.')}{given}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+
+from dspark.core.sampling import SamplingParams, check_sampling
 
 TARGET = "Target and drafter"
 SAMPLING = "Sampling"
@@ -53,14 +56,6 @@ KVTokens = Annotated[
 System = Annotated[
     str | None, typer.Option("--system", help="A system message.", rich_help_panel=OUTPUT)
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        help="Tokens to answer at most; default 256, or what the context has room for.",
-        rich_help_panel=SAMPLING,
-    ),
-]
 MinTokens = Annotated[
     int, typer.Option("--min-tokens", help="Do not end before.", rich_help_panel=SAMPLING)
 ]
@@ -107,9 +102,18 @@ IgnoreEos = Annotated[
 ]
 Logprobs = Annotated[
     bool,
-    typer.Option("--logprobs", help="Log-probability of each token.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--logprobs", help="Log-probability of each token, in JSON.", rich_help_panel=SAMPLING
+    ),
 ]
 TopLogprobs = Annotated[
     int,
     typer.Option("--top-logprobs", help="And of so many alternatives.", rich_help_panel=SAMPLING),
 ]
+
+
+def checked(params: SamplingParams) -> SamplingParams:
+    """The same, or InvalidRequest for all that can be refused before a model is loaded; token ids
+    wait for its vocabulary."""
+    check_sampling(replace(params, logit_bias={}, stop_ids=()), vocab_size=1)
+    return params

@@ -21,7 +21,8 @@ def profile(
     device: options.Device = "cpu",
     threads: options.Threads = 0,
     cached: Annotated[
-        bool, typer.Option("--cached", help="Show the cached measurement if there is one.")
+        bool,
+        typer.Option("--cached", help="Show the cached measurement if there is one that holds."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -30,28 +31,27 @@ def profile(
     P prefill tokens, R decoding requests, B tokens in all, context tokens in the KV cache.
     """
     from dspark.deploy.single import TargetConfig
-    from dspark.scheduler import hardware
 
     config = TargetConfig(model=model, backend=backend, dtype=dtype, device=device, threads=threads)
     loaded = load_with_progress(config, profile=not cached)
-    import torch
-
     cost = loaded.cost
-    facts = {
-        "model": model,
-        "backend": backend,
-        "dtype": dtype,
-        "device": device,
-        "hardware": hardware(),
-        "threads": torch.get_num_threads(),
-        "measured_now": loaded.profiled,
-        "step_cost": asdict(cost),
-    }
     if as_json:
+        facts = {
+            "model": model,
+            "backend": backend,
+            "dtype": dtype,
+            "device": device,
+            "hardware": loaded.hardware,
+            "threads": loaded.threads,
+            "measured_now": loaded.profiled,
+            "step_cost": asdict(cost),
+        }
         typer.echo(json.dumps(facts))
         return
-    out = Console(highlight=False)
-    out.print(f"{model}, {backend}, {dtype} on {device}, {facts['threads']} threads, {hardware()}")
+    out = Console(highlight=False, markup=False, emoji=False)
+    out.print(
+        f"{model}, {backend}, {dtype} on {device}, {loaded.threads} threads, {loaded.hardware}"
+    )
     table = Table("B", "ms", "ms a token", title="one sequence, B tokens")
     for tokens, seconds in zip(cost.tokens, cost.table_s, strict=True):
         table.add_row(str(tokens), f"{1e3 * seconds:.1f}", f"{1e3 * seconds / tokens:.2f}")

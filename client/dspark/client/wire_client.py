@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 
@@ -72,6 +73,21 @@ def error_from_wire(wire: pb.Error) -> DsparkError:
     if issubclass(kind, DsparkError):
         return kind(wire.message)
     return DsparkError(wire.message or "internal error")
+
+
+def error_from_rpc(rpc: grpc.RpcError) -> DsparkError:
+    """What a failed call says: the server's own error from its metadata, else gRPC's status."""
+    metadata: Any = rpc.trailing_metadata() or ()
+    for name, value in metadata:
+        if name == ERROR_METADATA:
+            return error_from_wire(pb.Error.FromString(value))
+    status, told = rpc.code(), rpc.details() or ""
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in told:
+        return _Retold(pb.Error(field="message", message=f"the message is too large: {told}"))
+    wire = pb.Error(message=f"{status.name}: {told}", retry_after_s=1.0)
+    codes = [code for _, code, known in _STATUS if known is status]
+    wire.code = codes[0] if codes else pb.ERROR_CODE_INTERNAL
+    return error_from_wire(wire)
 
 
 class _Retold(InvalidRequest):

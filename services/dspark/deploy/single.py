@@ -1,31 +1,39 @@
-"""One process: a checkpoint becomes an engine with its drafter, no Ray and no Redis."""
+"""One process: a checkpoint becomes an engine with its drafter, no Ray and no Redis.
+
+Importing this is light, so that a bad `TargetConfig` is refused before torch is even imported.
+"""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dspark.core.config import EngineConfig
-from dspark.core.drafts import Drafter
 from dspark.core.errors import ConfigError
-from dspark.gateway.tokenizer import Tokenizer
 from dspark.models import load_target, resolve
 from dspark.models.cache import default_cache
-from dspark.models.targets.backend import Backend
-from dspark.scheduler import OnlineStepCost, StepCost, cost_key, hardware
-from dspark.verifier.engine import Engine
-from dspark.verifier.profiling import profile_step_cost
+from dspark.scheduler import OnlineStepCost, Policy, StepCost, cost_key, hardware
+
+if TYPE_CHECKING:
+    from dspark.core.drafts import Drafter
+    from dspark.gateway.tokenizer import Tokenizer
+    from dspark.models.targets.backend import Backend
+    from dspark.verifier.engine import Engine
 
 BACKENDS = ("transformers",)
 DTYPES = ("float32", "bfloat16")
 DRAFTERS = ("ngram", "none")
+MAX_THREADS = 1024  # more than any machine's cores; OpenMP dies of a number it cannot start
 
 
 @dataclass(frozen=True, slots=True)
 class TargetConfig:
-    """Which target runs here and how. device: "cpu", "cuda", "cuda:0"… threads: of the forward pass,
-    0 for what torch finds."""
+    """Which target runs here and how. device: "cpu", "cuda", "cuda:0"… threads: of the forward
+    pass, 0 for what torch finds. Raises ConfigError, or InvalidRequest for the verify policy."""
 
     model: str = "smollm2-135m"
     backend: str = "transformers"
@@ -43,13 +51,17 @@ class TargetConfig:
         ):
             if value not in choices:
                 raise ConfigError(f"{name}: {value!r} is not one of: {', '.join(choices)}")
-        if self.threads < 0:
-            raise ConfigError(f"threads: {self.threads} must be at least 0")
+        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
+            raise ConfigError(f"device: {self.device!r} is not one of: cpu, cuda, cuda:N")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"threads: {self.threads} must be in [0, {MAX_THREADS}]")
+        Policy.parse(self.engine.verify)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine ready to run, and the words to talk to it. profiled: the cost was measured now."""
+    """An engine ready to run, and the words to talk to it. profiled: the cost was measured now.
+    hardware, threads: what it was measured on."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -57,6 +69,8 @@ class Loaded:
     config: TargetConfig
     cost: StepCost
     profiled: bool
+    hardware: str
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +82,19 @@ class Progress:
 
 
 def load(
-    config: TargetConfig, progress: Progress | None = None, *, profile: bool = False
+    config: TargetConfig,
+    progress: Progress | None = None,
+    *,
+    profile: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Loaded:
     """Resolve, load and profile. profile: measure the step cost even if it is cached.
 
-    Raises ModelError, ConfigError.
+    Raises ModelError.
     """
     import torch
 
+    from dspark.gateway.tokenizer import Tokenizer
     from dspark.models.targets.transformers import TransformersBackend
 
     progress = progress or Progress()
@@ -87,27 +106,20 @@ def load(
     tokenizer = Tokenizer.load(path)
     model = load_target(path, dtype=getattr(torch, config.dtype), device=config.device)
     backend = TransformersBackend(model, config.engine.block_size)
-    key = cost_key(
-        hardware() if config.device == "cpu" else torch.cuda.get_device_name(config.device),
-        f"{path.name}-{backend.target_id}",
-        config.dtype,
-        backend.name,
-        torch.get_num_threads(),
+    machine = hardware() if config.device == "cpu" else torch.cuda.get_device_name(config.device)
+    threads = torch.get_num_threads()
+    target = f"{path.name}-{backend.target_id}"
+    file = cost_key(machine, target, config.dtype, backend.name, threads)
+    cost, profiled = step_cost(
+        backend,
+        config.engine,
+        default_cache() / "step-cost" / file,
+        progress,
+        again=profile,
+        clock=clock,
     )
-    file = default_cache() / "step-cost" / key
-    cost = None if profile else _cached_cost(file, progress)
-    profiled = cost is None
-    if cost is None:
-        progress.line("measuring what a step costs on this machine (once)")
-        cost = profile_step_cost(
-            backend,
-            config.engine.max_step_tokens,
-            config.engine.max_sequences,
-            progress=progress.steps,
-        )
-        _keep_cost(cost, file, progress)
     engine = make_engine(backend, config, cost, tokenizer.eos_ids)
-    return Loaded(engine, tokenizer, path, config, cost, profiled)
+    return Loaded(engine, tokenizer, path, config, cost, profiled, machine, threads)
 
 
 def make_engine(
@@ -115,6 +127,7 @@ def make_engine(
 ) -> Engine:
     """An engine over a loaded backend, whose KV blocks it allocates for itself."""
     from dspark.models.drafters import NgramDrafter
+    from dspark.verifier.engine import Engine
 
     drafters: dict[str, Drafter] = {}
     if config.drafter == "ngram" and config.engine.gamma:
@@ -122,18 +135,44 @@ def make_engine(
     return Engine(backend, config.engine, OnlineStepCost(cost), drafters=drafters, eos_ids=eos_ids)
 
 
-def _cached_cost(file: Path, progress: Progress) -> StepCost | None:
-    try:
-        return StepCost.load(file)
-    except FileNotFoundError:
-        return None
-    except (OSError, ConfigError) as error:
-        progress.line(f"the cached step cost cannot be used ({error}); measuring again")
-        return None
+def step_cost(
+    backend: Backend,
+    engine: EngineConfig,
+    file: Path,
+    progress: Progress,
+    *,
+    again: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[StepCost, bool]:
+    """(what a step costs, whether that was measured now). The cost kept in `file` serves while it
+    is sound and holds; a file that cannot be read or written costs a line and a measurement."""
+    from dspark.verifier.profiling import profile_step_cost, still_holds
 
-
-def _keep_cost(cost: StepCost, file: Path, progress: Progress) -> None:
+    cost, why = (None, "once") if again else _kept_cost(file)
+    if cost is not None:
+        if still_holds(cost, backend, clock=clock):
+            return cost, False
+        why = "again: the kept figures do not fit it any more"
+    progress.line(f"measuring what a step costs on this machine ({why})")
+    cost = profile_step_cost(
+        backend,
+        engine.max_step_tokens,
+        engine.max_sequences,
+        progress=progress.steps,
+        clock=clock,
+    )
     try:
         cost.save(file)
     except OSError as error:
         progress.line(f"the step cost could not be kept ({error}); the next start measures again")
+    return cost, True
+
+
+def _kept_cost(file: Path) -> tuple[StepCost | None, str]:
+    """The cost kept in a file, or None and why it has to be measured."""
+    try:
+        return StepCost.load(file), ""
+    except FileNotFoundError:
+        return None, "once"
+    except (OSError, ConfigError) as error:
+        return None, f"again: the kept figures cannot be used: {error}"

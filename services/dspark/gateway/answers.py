@@ -48,7 +48,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A choice that ended well."""
+    """A choice that ended well. Text, ids and usage are of the whole choice; log-probabilities,
+    speculation and timing of what came after the ids it was resumed with."""
 
     choice: int
     text: str
@@ -69,19 +70,21 @@ async def stream_answer(
     """Pieces as they come, then the Answer. Raises the DsparkError that ended the choice.
 
     A stop string ends the answer here and cancels the rest in the target: ids after the one that
-    completed it are neither shown nor counted.
+    completed it are neither shown nor counted. A request with committed_ids is resumed: whoever
+    holds them has the text that they release, so pieces carry only what is new.
     """
     params = request.sampling
     text = TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens)
-    shown: list[str] = []
-    ids: list[int] = []
+    resumed = text.push(request.committed_ids)
+    shown = [resumed.text]
+    ids = [*request.committed_ids[: resumed.tokens]]
     logprobs: list[TokenLogprob] = []
     figures = SpeculationFigures()
     cached = 0
-    reason: FinishReason | None = None
+    reason = FinishReason.STOP if resumed.stopped else None
     began = clock()
     first = last = None
-    async with aclosing(target.run(request)) as events:
+    async with aclosing(_nothing() if resumed.stopped else target.run(request)) as events:
         async for event in events:
             if isinstance(event, Committed):
                 last = clock()
@@ -109,6 +112,7 @@ async def stream_answer(
         raise Unavailable("the target left the request without an end")
     now = clock()
     first, last = (now, now) if first is None or last is None else (first, last)
+    further = len(ids) - resumed.tokens - 1
     yield Answer(
         choice=request.choice,
         text="".join(shown),
@@ -117,8 +121,15 @@ async def stream_answer(
         usage=Usage(len(request.prompt_ids), len(ids), cached),
         speculation=figures,
         logprobs=tuple(logprobs),
-        timing=Timing(first - began, (last - first) / max(len(ids) - 1, 1), now - began),
+        timing=Timing(first - began, (last - first) / max(further, 1), now - began),
     )
+
+
+async def _nothing() -> AsyncGenerator[Event, None]:
+    """What is left to run of a choice that ended before: no events."""
+    events: tuple[Event, ...] = ()
+    for event in events:
+        yield event
 
 
 def _cut(figures: SpeculationFigures, kept: int) -> SpeculationFigures:

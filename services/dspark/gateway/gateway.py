@@ -20,6 +20,10 @@ from dspark.gateway.tokenizer import Tokenizer
 # its sequence pauses in the engine.
 BUFFERED_PIECES = 16
 
+MAX_REQUEST_ID_CHARS = 128
+# A gateway counts its own replays from attempt * 2^16, in 32 bits (verification.proto).
+MAX_ATTEMPT = 2**16 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -36,8 +40,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A user's request. deadline: a point on the gateway's clock, seconds. resume: ids that the
-    client already holds, by choice."""
+    """A user's request. request_id: unique within the tenant; "" and the gateway makes one.
+    deadline: a point on the gateway's clock, seconds. resume: ids that the client already holds, by
+    choice; they and the text they release are not sent again."""
 
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -54,7 +59,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The call is well formed. First event of a stream."""
+    """The call is well formed. First event of a stream. request_id: as the client knows it."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -90,13 +95,18 @@ class Gateway:
         self._target = target
 
     def requests(self, call: Call) -> list[Request]:
-        """One checked request a choice. Raises InvalidRequest naming field, value and limit."""
+        """One checked request a choice. Raises InvalidRequest naming field, value and limit.
+
+        Their request_id is the call's with its tenant before it: no tenant can name, and so end,
+        what another one runs.
+        """
+        _check_name(call)
         ids = call.prompt.encode(self.tokenizer)
         params = call.sampling
         if self.model.couple_unseeded and params.mode is SamplingMode.REJECTION:
             params = replace(params, seed=secrets.randbits(64))
         base = Request(
-            request_id=call.request_id or secrets.token_hex(12),
+            request_id=f"{call.tenant}/{call.request_id or secrets.token_hex(12)}",
             prompt_ids=ids,
             sampling=params,
             attempt=call.attempt,
@@ -108,9 +118,15 @@ class Gateway:
             traceparent=call.traceparent,
         )
         check_request(base, self.model.limits)
-        for choice in call.resume:
+        room = self.model.limits.sequence_tokens - len(ids)
+        most = room if params.max_tokens is None else params.max_tokens
+        for choice, held in call.resume.items():
             if not 0 <= choice < params.n:
                 raise InvalidRequest("resume", choice, f"is not a choice of n = {params.n}")
+            if len(held) > most:
+                raise InvalidRequest(
+                    "resume", f"{len(held)} ids", f"are more than the answer may have: {most}"
+                )
         requests = [
             replace(base, choice=choice, committed_ids=call.resume.get(choice, ()))
             for choice in range(params.n)
@@ -127,7 +143,7 @@ class Gateway:
         are when the iterator is closed early.
         """
         requests = self.requests(call)
-        yield Started(requests[0].request_id, requests[0].prompt_ids)
+        yield Started(requests[0].request_id.partition("/")[2], requests[0].prompt_ids)
         choices = [self._choice(request) for request in requests]
         async with aclosing(choices[0] if len(choices) == 1 else merged(choices)) as outputs:
             async for output in outputs:
@@ -142,6 +158,16 @@ class Gateway:
                     index += len(event.ids)
                 else:
                     yield event
+
+
+def _check_name(call: Call) -> None:
+    name = call.request_id
+    if len(name) > MAX_REQUEST_ID_CHARS or not name.isprintable():
+        raise InvalidRequest(
+            "request_id", name, f"must be printable, of at most {MAX_REQUEST_ID_CHARS} characters"
+        )
+    if not 0 <= call.attempt <= MAX_ATTEMPT:
+        raise InvalidRequest("attempt", call.attempt, f"must be in [0, {MAX_ATTEMPT}]")
 
 
 async def merged(streams: list[AsyncGenerator[Output, None]]) -> AsyncGenerator[Output, None]:

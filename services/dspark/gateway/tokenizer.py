@@ -67,6 +67,10 @@ class Tokenizer:
         facts = json.dumps([vocab, sorted(self.special_ids)])
         return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
     def encode(self, text: str) -> tuple[int, ...]:
         """A prompt as it stands, with the tokens its model expects around one (such as BOS)."""
         _check_text("prompt", text)
@@ -77,7 +81,7 @@ class Tokenizer:
 
         Raises `InvalidRequest` if there is no template or it does not accept the messages.
         """
-        if self._tokenizer.chat_template is None:
+        if not self.has_chat_template:
             raise InvalidRequest(
                 "messages", f"{len(messages)} messages", "need a chat template; this model has none"
             )

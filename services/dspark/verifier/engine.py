@@ -86,6 +86,15 @@ class Engine:
                 self.cache.features.open(drafter.card.feature_id, drafter.card.feature_width)
 
     @property
+    def target_id(self) -> str:
+        return self._backend.target_id
+
+    @property
+    def backend_name(self) -> str:
+        """Backend, precision and device."""
+        return self._backend.name
+
+    @property
     def idle(self) -> bool:
         return not self._sequences and not self._events
 

@@ -1,0 +1,158 @@
+"""`dspark serve`: one process that answers over gRPC and OpenAI-compatible HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dspark.cli import options
+from dspark.cli.console import load_with_progress, say
+
+if TYPE_CHECKING:
+    from dspark.deploy.serve import Addresses
+    from dspark.deploy.serve_config import ServeConfig
+
+SERVER = "Server"
+
+
+def serve(
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="YAML or JSON; see --print-config.", rich_help_panel=SERVER),
+    ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the whole configuration as YAML and stop.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host", help="Of both servers; loopback by default.", rich_help_panel=SERVER
+        ),
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option("--http-port", help="0 is any free one.", rich_help_panel=SERVER)
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option("--grpc-port", help="0 is any free one.", rich_help_panel=SERVER)
+    ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option("--keys", help="File of API keys and tenants.", rich_help_panel=SERVER),
+    ] = None,
+    tls_certificate: Annotated[
+        str | None, typer.Option("--tls-certificate", help="PEM file.", rich_help_panel=SERVER)
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option("--tls-key", help="PEM file.", rich_help_panel=SERVER)
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="What requests call the model.", rich_help_panel=SERVER),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="As for generate.", rich_help_panel=options.TARGET)
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option("--drafter", help="ngram or none.", rich_help_panel=options.TARGET),
+    ] = None,
+    gamma: Annotated[
+        int | None, typer.Option("--gamma", help="As for generate.", rich_help_panel=options.TARGET)
+    ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option("--verify", help="As for generate.", rich_help_panel=options.TARGET),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32 or bfloat16.", rich_help_panel=options.TARGET),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu or cuda:N.", rich_help_panel=options.TARGET)
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", help="0 takes all cores.", rich_help_panel=options.TARGET),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option("--kv-tokens", help="Room of the KV cache.", rich_help_panel=options.TARGET),
+    ] = None,
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C; what runs then is finished first.
+
+    Flags win over environment variables (DSPARK_HTTP__PORT=8080), those over the --config file.
+    """
+    from dspark.deploy.serve_config import configure
+
+    config = configure(
+        config_file,
+        os.environ,
+        {
+            "http.host": host,
+            "grpc.host": host,
+            "http.port": http_port,
+            "grpc.port": grpc_port,
+            "keys": keys,
+            "tls.certificate": tls_certificate,
+            "tls.key": tls_key,
+            "name": name,
+            "model": model,
+            "drafter": drafter,
+            "engine.gamma": gamma,
+            "engine.verify": verify,
+            "dtype": dtype,
+            "device": device,
+            "threads": threads,
+            "engine.kv_tokens": kv_tokens,
+        },
+    )
+    target = config.target()  # a bad value is refused before anything is loaded
+    if print_config:
+        typer.echo(config.to_yaml(), nl=False)
+        return
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    loaded = load_with_progress(target)
+
+    from dspark.deploy.serve import serve as run
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(run(config, loaded, lambda addresses: _tell(config, addresses)))
+    say("stopped")
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop's loop saves a third of a small round trip; where it is not to be had (Windows) the
+    standard one serves."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+def _tell(config: ServeConfig, addresses: Addresses) -> None:
+    """The ready line on stdout, for scripts too, and a request to paste."""
+    name = config.name or Path(config.model).name
+    typer.echo(f"dspark serves {name}: {addresses.url} and gRPC {addresses.grpc}")
+    key = "" if config.keys is None else ' -H "Authorization: Bearer $DSPARK_API_KEY"'
+    body = f'{{"model": "{name}", "stream": true, ' + (
+        '"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    )
+    typer.echo(
+        f"try: curl -N {addresses.url}/v1/chat/completions{key} "
+        f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
