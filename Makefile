@@ -10,9 +10,6 @@ BIN := $(VENV)/bin
 #   make setup TORCH="torch==2.13.0 --index-url <PyTorch's index for your device>"
 TORCH ?= torch==2.13.0
 
-# The prompt of `make run`.
-PROMPT ?= Why is the sky blue?
-
 # Written when set-up is complete; older than pyproject.toml means do it again.
 STAMP := $(VENV)/.setup-done
 
@@ -31,8 +28,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -e ".[serve]" --group dev
 	touch $@
 
-run: setup ## Answer PROMPT with the default model, as a stream
-	$(BIN)/dspark generate "$(PROMPT)"
+run: setup ## Serve the default model on http://127.0.0.1:8000 (OpenAI) and gRPC 50051
+	$(BIN)/dspark serve
 
 test: setup ## Run the tests (without the slow and GPU ones)
 	$(BIN)/python -m pytest

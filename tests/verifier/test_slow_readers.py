@@ -49,7 +49,7 @@ def ids(of: Scene, name: str) -> list[int]:
     return of.answers[name, 0].ids
 
 
-# --- a sequence that is paused ----------------------------------------------------------------------
+# --- a sequence that is paused --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_paused_one_can_be_cancelled_and_superseded() -> None:
     assert had + ids(of, "a") == target_only(RULE, prompt(9), 50)
 
 
-# --- who waits for whom -----------------------------------------------------------------------------
+# --- who waits for whom ---------------------------------------------------------------------------
 
 
 def test_a_paused_one_is_the_first_to_give_its_blocks_away() -> None:
@@ -253,7 +253,7 @@ def test_limits_are_above_zero(name: str) -> None:
         scene(**{name: 0})
 
 
-# --- the buffer between engine and reader -----------------------------------------------------------
+# --- the buffer between engine and reader ---------------------------------------------------------
 
 
 def runner_of(buffered_events: int = 8, **config: Any) -> EngineRunner:

@@ -149,9 +149,7 @@ def test_fields_that_change_nothing_pass(front: Served) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chat_stream_joins_to_the_whole(
-    straying: Served, seed: int, temperature: float
-) -> None:
+def test_a_chat_stream_joins_to_the_whole(straying: Served, seed: int, temperature: float) -> None:
     ask: Any = {
         "model": "toy",
         "messages": [{"role": "user", "content": "x" * seed}],
