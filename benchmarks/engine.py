@@ -183,14 +183,18 @@ def paired(
     arms = {"speculating": loaded.engine, "plain": _second(loaded, "none")}
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     results = []
-    for name, ids in prompt_sets(loaded, prompts, limit).items():
-        for at_once in map(int, concurrency.split(",")):
+    at_once_all = [int(text) for text in concurrency.split(",")]
+    for name, some in prompt_sets(loaded, prompts, max(limit, *at_once_all)).items():
+        for at_once in at_once_all:
+            # As many prompts as run at once, or the last ones would run alone.
+            ids = [some[i % len(some)] for i in range(max(limit, at_once))]
             ratios = []
             for i in range(rounds + 1):
                 speed = {}
                 for arm in sorted(arms, reverse=bool(i % 2)):
-                    # A new first token a round keeps the prefix cache out of the comparison.
-                    todo = requests([(1000 + i, *p) for p in ids], params, f"{i}-")
+                    # A first token of its own keeps the prefix cache out of the comparison.
+                    heads = range(1000 + i * len(ids), 1000 + (i + 1) * len(ids))
+                    todo = requests([(h, *p) for h, p in zip(heads, ids, strict=True)], params)
                     seconds, tokens = run(arms[arm], todo, at_once)
                     speed[arm] = tokens / seconds
                 if i:  # the first round warms up

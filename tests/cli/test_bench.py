@@ -474,6 +474,8 @@ def test_every_ask_begins_with_a_line_of_its_own(tmp_path: Path) -> None:
     assert asked[1].messages[0]["content"].endswith("\nBe brief.")
     assert [a.messages[-1]["content"] for a in asked] == ["Why?"] * 3
     assert all(a.max_tokens == 5 for a in asked)
+    (last,) = asks(chats, 1, 5, "r2", first=3)
+    assert last.messages[0]["content"].endswith("\nBe brief.")
     assert context_tokens(chats, 64) == 512
 
 
@@ -580,6 +582,21 @@ def test_bench_of_a_running_server(
     shown = dspark("bench", "serve", "--url", server_url, "--concurrency", "2", "--rounds", "1")
     assert shown.status == 0
     assert "closed loop, 2 at once" in shown.out
+
+
+def test_bench_of_our_own_server(dspark: Callable[..., Ran], checkpoint: Path) -> None:
+    """Started, measured beside itself without drafts, and ended."""
+    options = ["--concurrency", "2", "--rounds", "2", "--requests", "4", "--max-tokens", "24"]
+    size = ["--threads", "1", "--kv-tokens", "4096", "--verify", "fixed:7", "--against", "plain"]
+    told = dspark("bench", "serve", "--model", checkpoint, *options, *size, "--json").answer
+    (result,) = told["results"]
+    ours, plain = result["arms"]["dspark"], result["arms"]["plain"]
+    assert ours["completion_tokens"] == plain["completion_tokens"] == 2 * 4 * 24
+    assert ours["prompt_tokens"] == plain["prompt_tokens"]
+    assert ours["accepted_length"] > 1.0, "the tiny model says what it said before"
+    assert plain["accepted_length"] in (None, 1.0)
+    assert "--drafter none" in plain["command"]
+    assert result["ratios"]["plain"]["throughput"]["pairs"] == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dspark.cli.console import bar, say
+from dspark.cli.console import bar, put, say
 from dspark.models import SERVABLE, known_models
 from dspark.scheduler import StepCost
 
@@ -97,9 +97,12 @@ def test_a_bar_is_drawn_on_a_terminal_only(terminal: bool) -> None:
 
 
 def test_words_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "[/red] [bold]:smile:[/bold] " + "long " * 40
+    text = "[/red] [bold]:smile:[/bold] \x1b[1m" + "long " * 40
+    put(text)
+    assert capsys.readouterr() == (text, "")
+    text = text.replace("\x1b", "")
     say(text)
-    assert capsys.readouterr().err == text + "\n"
+    assert capsys.readouterr() == ("", text + "\n")
 
 
 def test_help_of_every_command_is_there_without_torch(dspark: Run) -> None:

@@ -126,6 +126,13 @@ async def test_no_token_at_all_is_an_answer_too() -> None:
     assert (answer.timing.ttft_s, answer.timing.tpot_s) == (1.0, 0.0)
 
 
+async def test_cached_tokens_are_tokens_of_the_prompt() -> None:
+    """A replay finds committed ids in the cache as well; they are no part of the prompt."""
+    target = ScriptedTarget([Committed(0, (97,), cached_tokens=9), LENGTH])
+    _, answer = await told(target, request())
+    assert answer.usage.cached_tokens == len(PROMPT)
+
+
 async def test_text_waits_for_the_rest_of_a_character() -> None:
     target = ScriptedTarget([*commits(b"\xe2", b"\x82", b"\xac"), LENGTH])
     pieces, answer = await told(target, request())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -36,7 +34,19 @@ from dspark.v1 import generation_pb2 as pb
 from dspark.v1 import generation_pb2_grpc as pb_grpc
 
 from ..verifier.toy import HandClock
-from .toy_front import FOR_EVER, ROOM, VOCAB, Front, HeldBackend, expected, front, tokenizer, toy
+from .toy_front import (
+    FOR_EVER,
+    ROOM,
+    VOCAB,
+    Front,
+    HeldBackend,
+    certificate,
+    expected,
+    front,
+    needs_openssl,
+    tokenizer,
+    toy,
+)
 
 PROMPT = "Hello"
 PROMPT_IDS = tuple(tokenizer().encode(PROMPT))
@@ -163,16 +173,29 @@ async def test_a_stop_string_is_not_shown_and_nothing_follows_it() -> None:
         await served.freed()
 
 
+def cut_character(at_least: int, **sampling: Any) -> int:
+    """A length at which the answer's last character is incomplete, so that its text is held back
+    until the end."""
+    for tokens in range(at_least, at_least + 100):
+        detokenizer = tokenizer().detokenizer()
+        for id in expected(PROMPT, tokens, **sampling):
+            detokenizer.push(id)
+        if detokenizer.flush():
+            return tokens
+    raise AssertionError("every answer ends with a whole character")
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.2, "seed": 2**64 - 1}])
 @pytest.mark.parametrize("stops", [False, True])
 async def test_resumed_behind_any_chunk_nothing_is_repeated_or_lost(
     sampling: dict[str, Any], stops: bool
 ) -> None:
     async with front() as served, stub(served) as client:
-        request = asked(40, sampling=sampling)
+        request = asked(cut_character(40, **sampling), sampling=sampling)
         if stops:
             request.stop.append((await say(client, request)).text()[25:28])
         whole = await say(client, request)
+        assert stops or whole.chunks[-1].text
         ids, text = [], ""
         for attempt, chunk in enumerate(whole.chunks, start=1):
             ids, text = [*ids, *chunk.ids], text + chunk.text
@@ -360,7 +383,7 @@ async def test_a_tenant_cannot_end_what_another_one_runs() -> None:
         call = client.Generate(asked(300, request_id="r"), metadata=bearer("acme"))
         first = await call.read()
         await say(client, asked(2, request_id="r", attempt=5), metadata=bearer("other"))
-        assert Said([first, *[r async for r in call]]).ids() == expected(PROMPT, 300)
+        assert Said([first, *await _rest(call)]).ids() == expected(PROMPT, 300)
 
 
 async def test_a_newer_attempt_ends_the_older_one() -> None:
@@ -375,7 +398,10 @@ async def test_a_newer_attempt_ends_the_older_one() -> None:
 
 
 async def _rest(call: Any) -> list[Any]:
-    return [response async for response in call]
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        responses.append(response)
+    return responses
 
 
 async def test_a_message_over_the_limit_costs_its_caller_only() -> None:
@@ -461,12 +487,14 @@ async def test_a_client_that_is_lost_frees_the_engine() -> None:
         await served.freed()
 
 
-async def test_a_client_that_reads_nothing_is_given_up_and_told() -> None:
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_a_client_that_reads_nothing_is_given_up_and_told(
+    hangs_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     # A window that a few messages fill, and messages that fill it.
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-    engine = toy()
     server = grpc.aio.server()
-    async with front(engine) as served:
+    async with front() as served:
         servicer = GenerationServicer(served.gateway, KeyRing(), stalled_s=0.05)
         pb_grpc.add_GenerationServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -477,10 +505,14 @@ async def test_a_client_that_reads_nothing_is_given_up_and_told() -> None:
             call = client.Generate(asked(FOR_EVER, sampling=sampling))
             await call.read()
             await served.freed()
-            status, error = await refusal(_rest(call))
-            assert status is grpc.StatusCode.CANCELLED
-            assert str(error) == "the client has read nothing for 0.05 s"
-        await server.stop(None)
+            if hangs_up:
+                call.cancel()
+            else:
+                status, error = await refusal(_rest(call))
+                assert status is grpc.StatusCode.CANCELLED
+                assert str(error) == "the client has read nothing for 0.05 s"
+        await server.stop(10)
+    assert caplog.text == ""
 
 
 # --- the server
@@ -498,7 +530,7 @@ async def test_health_and_reflection_answer_without_a_key() -> None:
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         questions = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
-            reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"{SERVICE}.Generate"),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
         ]
         listed, file = [r async for r in reflection.ServerReflectionInfo(iter(questions))]
         names = {service.name for service in listed.list_services_response.service}
@@ -510,12 +542,11 @@ async def test_health_and_reflection_answer_without_a_key() -> None:
 async def test_a_stop_lets_calls_finish_and_takes_no_new_ones() -> None:
     backend = HeldBackend(3)
     async with front(toy(backend)) as served, stub(served) as client:
-        health: Any = None
         call = client.Generate(asked(30))
         await call.read()
         first = await call.read()
         async with grpc.aio.insecure_channel(served.address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
+            health: Any = health_pb2_grpc.HealthStub(channel)
             watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             stopping = asyncio.create_task(served.server.drain(60))
@@ -554,22 +585,7 @@ async def test_a_port_in_use_is_an_error_that_names_it() -> None:
                 pass
 
 
-def certificate(directory: Path, name: str) -> tuple[Path, Path]:
-    """Self-signed, for localhost."""
-    key, file = directory / f"{name}.key", directory / f"{name}.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", f"/CN={name}"),
-            *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", file),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return file, key
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+@needs_openssl
 async def test_tls_and_client_certificates(tmp_path: Path) -> None:
     server, server_key = certificate(tmp_path, "server")
     caller, caller_key = certificate(tmp_path, "caller")

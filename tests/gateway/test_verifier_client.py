@@ -4,11 +4,15 @@ end in one status: both ends are real, and so is the wire between them."""
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from dspark.core.errors import (
@@ -125,6 +129,30 @@ async def test_many_at_once_and_choices_of_one() -> None:
         assert len({tuple(a.ids) for a in four}) == 4
         for choice, a in enumerate(four):
             assert a.ids == target_only(RULE, PROMPT, 12, temperature=2.0, seed=4, choice=choice)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+async def test_tls_on_both_ends_and_nothing_without_it(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ("-subj", "/CN=v", "-addext", "subjectAltName=IP:127.0.0.1")
+    subprocess.run(
+        [*command.split(), *names, "-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )
+    root = certificate.read_bytes()
+    own = grpc.ssl_server_credentials(
+        [(key.read_bytes(), root)], root_certificates=root, require_client_auth=True
+    )
+    knows = grpc.ssl_channel_credentials(root, key.read_bytes(), root)
+    async with served(engine(), credentials=own) as of:
+        async with VerificationClient(of.address, credentials=knows) as target:
+            assert right(await answer(target, request("a", PROMPT, greedy(20))), 20)
+        for stranger in (None, grpc.ssl_channel_credentials(root)):
+            async with VerificationClient(of.address, credentials=stranger) as target:
+                with pytest.raises(Unavailable, match=of.address):
+                    await answer(target, request("b", PROMPT, greedy(20)))
 
 
 async def test_describe_comes_back_as_nouns() -> None:
@@ -393,7 +421,7 @@ class HangingBackend(ToyBackend):
 
 async def test_an_engine_that_hangs_is_a_verifier_that_is_lost() -> None:
     backend = HangingBackend()
-    hanging = engine(backend, heartbeat_s=0.02)
+    hanging = engine(backend, heartbeat_s=0.1)
     async with served(hanging) as of, VerificationClient(of.address) as target:
         told = await answer(target, request("a", PROMPT, greedy(FOR_EVER)))
         assert isinstance(error_of(told), Unavailable)
@@ -407,7 +435,7 @@ async def test_an_engine_that_hangs_is_a_verifier_that_is_lost() -> None:
 
 async def test_a_wire_that_falls_silent_is_noticed() -> None:
     async with (
-        served(engine(heartbeat_s=0.02)) as of,
+        served(engine(heartbeat_s=0.1)) as of,
         Wire(of.address) as wire,
         VerificationClient(wire.address) as target,
     ):
@@ -420,18 +448,16 @@ async def test_a_wire_that_falls_silent_is_noticed() -> None:
 
 async def test_a_verifier_that_only_waits_is_not_lost() -> None:
     """A run behind a reader that stands still: no tokens, but signs of life."""
-    running = engine(None, nothing(), heartbeat_s=0.01, buffered_events=2)
-    async with served(running) as of, VerificationClient(of.address, buffered_events=2) as target:
+    async with (
+        served(engine(None, nothing(), heartbeat_s=0.1, buffered_events=2)) as of,
+        Wire(of.address) as wire,
+        VerificationClient(wire.address, buffered_events=2) as target,
+    ):
         slow = target.run(request("slow", PROMPT, greedy(200)))
         first = await begun(slow)
-        steps = -1
-        for _ in range(3):  # ten heartbeats each
-            loop = asyncio.get_running_loop()
-            passed = loop.create_future()
-            loop.call_later(0.1, passed.set_result, None)
-            await passed
-            assert of.engine.figures.steps >= steps
-            steps = of.engine.figures.steps
+        await wire.heard(8)
+        (sequence,) = of.engine.running
+        assert sequence.paused
         assert right(await rest_of(slow, [first]), 200)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -147,3 +151,23 @@ async def front(
         serving = serve_generation(gateway, keys or KeyRing(), port=port, tls=tls, drain_s=drain_s)
         async with serving as server:
             yield Front(gateway, engine, target.asked, server)
+
+
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs openssl to make a certificate"
+)
+
+
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """Self-signed, for localhost."""
+    key, file = directory / f"{name}.key", directory / f"{name}.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", f"/CN={name}"),
+            *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", file),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return file, key

@@ -123,8 +123,8 @@ class Wire:
         self._host, _, port = to.rpartition(":")
         self._port = int(port)
         self._writers: set[asyncio.StreamWriter] = set()
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._silent = False
+        self._heard = asyncio.Semaphore(0)
 
     async def __aenter__(self) -> Wire:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -143,17 +143,29 @@ class Wire:
 
     def fall_silent(self) -> None:
         """What is sent gets lost on the way, and no end is told."""
-        self._flows.clear()
+        self._silent = True
+
+    async def heard(self, times: int) -> None:
+        """Wait until the verifier has spoken so many times more."""
+        self._heard = asyncio.Semaphore(0)
+        for _ in range(times):
+            await self._heard.acquire()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
         self._writers |= {writer, far_writer}
-        await asyncio.gather(self._carry(reader, far_writer), self._carry(far_reader, writer))
+        await asyncio.gather(
+            self._carry(reader, far_writer), self._carry(far_reader, writer, down=True)
+        )
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, down: bool = False
+    ) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(65_536):
-                if self._flows.is_set():
+                if down:
+                    self._heard.release()
+                if not self._silent:
                     writer.write(data)
                     await writer.drain()
         writer.close()

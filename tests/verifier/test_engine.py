@@ -241,10 +241,12 @@ def test_prefill_goes_to_the_more_important_first() -> None:
     assert not of.answers["late", 0].ids
 
 
-def test_short_prompts_start_together() -> None:
+@pytest.mark.parametrize("first", [5, 40], ids=["short", "long"])
+def test_short_prompts_start_together(first: int) -> None:
     """A prompt shorter than a block shares none, so none waits for another's."""
     of = scene(max_sequences=12)
-    of.submit(*(request(str(i), prompt(5, i % 3), greedy(4)) for i in range(12)))
+    of.submit(request("first", prompt(first), greedy(4)))
+    of.submit(*(request(str(i), prompt(5, i % 3), greedy(4)) for i in range(11)))
     of.step()
     assert all(len(answer.ids) == 1 for answer in of.answers.values())
 
@@ -302,6 +304,24 @@ def test_the_least_important_is_preempted_and_comes_back() -> None:
     assert of.engine.preemptions > 0
     for name, start in (("low", 1), ("high", 2), ("middle", 3)):
         assert of.answers[name, 0].ids == target_only(RULE, prompt(20, start), 40)
+
+
+def test_a_preempted_request_may_be_cancelled() -> None:
+    """It waits again, with text that was streamed and without a block."""
+    of = scene(kv_tokens=64, max_sequences=2)
+    of.submit(
+        request("stays", prompt(20, 1), greedy(30)), request("goes", prompt(20, 2), greedy(30))
+    )
+    while not of.engine.preemptions:
+        of.step()
+    told = len(of.answers["goes", 0].ids)
+    of.engine.cancel("goes")
+    of.engine.check_integrity()
+    of.drain()
+    gone = of.answers["goes", 0]
+    assert isinstance(error_of(gone), Cancelled)
+    assert len(gone.ids) == told > 0
+    assert of.answers["stays", 0].ids == target_only(RULE, prompt(20, 1), 30)
 
 
 def test_a_newcomer_of_one_token_that_must_go_at_once() -> None:

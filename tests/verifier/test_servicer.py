@@ -320,8 +320,8 @@ async def test_a_stream_without_hello_ends_with_a_clear_status(
         with pytest.raises(grpc.aio.AioRpcError, match="hello") as refused:
             await stream.call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        metadata = dict(refused.value.trailing_metadata() or ())
-        assert nouns.Error.FromString(metadata[ERROR_METADATA]).field == "hello"  # type: ignore[arg-type]
+        metadata: dict[str, Any] = dict(refused.value.trailing_metadata() or ())  # type: ignore[arg-type]
+        assert nouns.Error.FromString(metadata[ERROR_METADATA]).field == "hello"
         assert of.at_base
 
 
@@ -537,6 +537,23 @@ async def test_signs_of_life_come_while_a_run_is_open_and_stop_with_a_hanging_en
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.read_on(), 0.2)
         backend.go_on.set()
+
+
+async def test_who_pings_too_often_is_told_to_go_and_nobody_else() -> None:
+    hasty = {
+        "grpc.keepalive_time_ms": 20,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.max_pings_without_data": 0,
+    }
+    async with served(engine()) as of, stream_to(of) as other:
+        async with grpc.aio.insecure_channel(of.address, list(hasty.items())) as channel:
+            stream = Stream(pb_grpc.VerificationStub(channel).Run())
+            await stream.send(hello=pb.GatewayHello())
+            with pytest.raises(grpc.aio.AioRpcError, match="Too many pings") as told:
+                await stream.read()
+            assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+        await other.run(a_run("other"))
+        assert (await other.end("other")).reason == LENGTH
 
 
 def test_gateways_may_ping_as_often_as_they_do() -> None:

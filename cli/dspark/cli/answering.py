@@ -9,9 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
-import typer
-
-from dspark.cli.console import bar, console, say
+from dspark.cli.console import bar, console, put, say
 from dspark.cli.inputs import Prompt, parse_line
 from dspark.cli.report import as_object, as_sentence
 from dspark.core.errors import DsparkError
@@ -54,10 +52,10 @@ class Job:
         async with EngineRunner(self.loaded.engine) as runner:
             if as_json:
                 answers = await self._answers(runner, requests)
-                typer.echo(json.dumps(as_object(requests[0], answers)))
+                put(json.dumps(as_object(requests[0], answers)) + "\n")
             elif len(requests) > 1:
                 for answer in await self._answers(runner, requests):
-                    typer.echo(f"--- choice {answer.choice}\n{answer.text}")
+                    put(f"--- choice {answer.choice}\n{answer.text}\n")
                     say(as_sentence(answer))
             else:
                 await self._stream(runner, requests[0])
@@ -68,9 +66,9 @@ class Job:
         async with aclosing(stream_answer(runner, self.loaded.tokenizer, request)) as events:
             async for event in events:
                 if isinstance(event, Piece):
-                    typer.echo(event.text, nl=False)
+                    put(event.text)
                 else:
-                    typer.echo()
+                    put("\n")
                     say(as_sentence(event))
 
     async def _answers(self, runner: EngineRunner, requests: list[Request]) -> list[Answer]:
@@ -99,10 +97,14 @@ class Job:
         with bar("answers", console()) as advance:
             async with EngineRunner(self.loaded.engine) as runner:
                 tasks = [asyncio.create_task(answer(runner, *line)) for line in lines]
-                for done, task in enumerate(tasks, start=1):
-                    result = await task
-                    failed += "error" in result
-                    out.write(json.dumps(result) + "\n")
-                    out.flush()
-                    advance(done, len(lines))
+                try:
+                    for done, task in enumerate(tasks, start=1):
+                        result = await task
+                        failed += "error" in result
+                        out.write(json.dumps(result) + "\n")
+                        out.flush()
+                        advance(done, len(lines))
+                finally:  # Ctrl-C, or nobody reads: the rest is not begun
+                    for task in tasks:
+                        task.cancel()
         return failed

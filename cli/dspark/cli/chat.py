@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dspark.cli import options
-from dspark.cli.console import load_with_progress, say
+from dspark.cli.console import load_with_progress, put, say
 from dspark.cli.report import as_sentence
 from dspark.core.config import EngineConfig
 from dspark.core.errors import DsparkError
@@ -153,7 +153,7 @@ def _next_turn() -> str | None:
     try:
         return input("you> ")
     except EOFError:
-        typer.echo()
+        put("\n")
         return None
     except KeyboardInterrupt:
         say("\n(Ctrl-D ends the chat)")
@@ -174,11 +174,11 @@ async def _answer(loaded: Loaded, request: Request) -> str:
             async for event in events:
                 if isinstance(event, Piece):
                     said += event.text
-                    typer.echo(event.text, nl=False)
+                    put(event.text)
                 else:
-                    typer.echo()
+                    put("\n")
                     say(as_sentence(event))
     except asyncio.CancelledError:  # what asyncio.run makes of Ctrl-C
-        typer.echo()
+        put("\n")
         say("(stopped)")
     return said

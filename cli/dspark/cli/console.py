@@ -1,7 +1,8 @@
-"""What a person sees on stderr while work goes on. Nothing of it reaches stdout."""
+"""Answers go to stdout, and all that a person is told beside them to stderr."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
     from dspark.deploy.single import Loaded, TargetConfig
 
 Advance = Callable[[int, int], None]
+
+
+def put(text: str) -> None:
+    """A piece of an answer, now and to the letter (`typer.echo` takes escape sequences out)."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def console() -> Console:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shlex
@@ -15,7 +16,7 @@ from dspark.cli import options
 from dspark.cli.console import load_with_progress, say
 
 if TYPE_CHECKING:
-    from dspark.deploy.serve import Addresses
+    from dspark.deploy.serve import Running
     from dspark.deploy.serve_config import ServeConfig
 
 SERVER = "Server"
@@ -118,19 +119,22 @@ def serve(
             "engine.kv_tokens": kv_tokens,
         },
     )
-    target = config.target()  # a bad value is refused before anything is loaded
     if print_config:
         typer.echo(config.to_yaml(), nl=False)
         return
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    loaded = load_with_progress(target)
+    from dspark.deploy import serve as server
 
-    from dspark.deploy.serve import serve as run
+    access = server.access(config)
+    loaded = load_with_progress(config.target())
+
+    def ready(servers: Running) -> None:
+        _tell(config, servers, chats=loaded.tokenizer.has_chat_template)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(run(config, loaded, lambda addresses: _tell(config, addresses)))
+        runner.run(server.serve(config, access, loaded, ready))
     say("stopped")
 
 
@@ -144,15 +148,22 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return uvloop.Loop
 
 
-def _tell(config: ServeConfig, addresses: Addresses) -> None:
-    """The ready line on stdout, for scripts too, and a request to paste."""
-    name = config.name or Path(config.model).name
-    typer.echo(f"dspark serves {name}: {addresses.url} and gRPC {addresses.grpc}")
-    key = "" if config.keys is None else ' -H "Authorization: Bearer $DSPARK_API_KEY"'
-    body = f'{{"model": "{name}", "stream": true, ' + (
-        '"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
-    )
-    typer.echo(
-        f"try: curl -N {addresses.url}/v1/chat/completions{key} "
-        f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    )
+def _tell(config: ServeConfig, servers: Running, *, chats: bool) -> None:
+    """The ready line on stdout, for scripts too, and a request to paste. chats: whether the model
+    has a chat template."""
+    typer.echo(f"dspark serves {config.served_name}: {servers.url} and gRPC {servers.grpc.address}")
+    asked: dict[str, object] = {"model": config.served_name, "stream": True}
+    question = "Why is the sky blue?"
+    if chats:
+        route = "chat/completions"
+        asked["messages"] = [{"role": "user", "content": question}]
+    else:
+        route = "completions"
+        asked |= {"prompt": question, "max_tokens": 64}
+    # The server's own certificate is trusted as it is, whoever signed it.
+    trusted = [] if config.tls is None else ["--cacert", config.tls.certificate]
+    words = ["curl", "-N", *trusted, f"{servers.url}/v1/{route}"]
+    # In double quotes: the shell that it is pasted into knows the key.
+    key = "" if config.keys is None else '-H "Authorization: Bearer $DSPARK_API_KEY" '
+    body = ["-H", "Content-Type: application/json", "-d", json.dumps(asked)]
+    typer.echo(f"try: {shlex.join(words)} {key}{shlex.join(body)}")

@@ -25,7 +25,7 @@ from dspark.client.results import Chunk, Generation, ModelInfo
 from dspark.client.retry import Retry, Tries
 from dspark.client.wire_client import error_from_rpc
 from dspark.core.drafts import PROTOCOL_VERSION
-from dspark.core.errors import Cancelled, DsparkError, Unavailable
+from dspark.core.errors import DsparkError, Unavailable
 from dspark.v1 import generation_pb2 as pb
 from dspark.v1 import generation_pb2_grpc as pb_grpc
 
@@ -138,7 +138,8 @@ class AsyncStream(AsyncIterator[Chunk]):
     """Chunks of all choices as they come; each choice's last one has a finish_reason.
 
     A lost connection is made again and the stream goes on where it was. Closing it early, leaving
-    its `async with`, or cancelling the task that reads it cancels the request in the server.
+    its `async with`, or cancelling the task that reads it cancels the request in the server. Once
+    closed the iteration ends, also that of another task; `generation.finish_reason` is None then.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         chunk: Chunk | None = None
         try:
             while chunk is None and not (self._closed or self._state.complete):
-                chunk = self._state.take(await self._response())
+                response = await self._response()
+                chunk = None if response is None else self._state.take(response)
         except BaseException:
             self._cancel()
             raise
@@ -174,31 +176,35 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._tries.progressed()
         return chunk
 
-    async def _response(self) -> pb.GenerateResponse:
-        """The next one, of this attempt or of another."""
-        while True:
+    async def _response(self) -> pb.GenerateResponse | None:
+        """The next one, of this attempt or of another; None if the stream was closed meanwhile."""
+        while not self._closed:
             try:
                 if self._call is None:
                     left_s = self._tries.left_s()
                     request = self._state.request(self._tries.attempt, left_s)
                     self._call = self._start(request, left_s)
-                response: pb.GenerateResponse | None = await self._read()
+                response = await self._read()
                 if response is not None:
                     return response
                 error: DsparkError = Unavailable("the stream ended before the answer did")
             except grpc.RpcError as broken:
                 error = error_from_rpc(broken)
-            self._call = None
-            await self._sleep(self._tries.failed(error, accepted=self._state.started))
+            if not self._closed:
+                self._call = None
+                await self._sleep(self._tries.failed(error, accepted=self._state.started))
+        return None
 
     async def _read(self) -> pb.GenerateResponse | None:
-        """None at the end of the call."""
+        """None at the end of the call, and when another task closed the stream: gRPC tells that by
+        a CancelledError too, but nobody cancelled this task."""
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
-            if self._closed:  # by another task: this one goes on
-                raise Cancelled("the stream was closed") from None
-            raise
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            return None
         return None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]
 
     async def _finish(self) -> None:

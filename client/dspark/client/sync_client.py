@@ -131,7 +131,8 @@ class Stream(Iterator[Chunk]):
     """Chunks of all choices as they come; each choice's last one has a finish_reason.
 
     A lost connection is made again and the stream goes on where it was. Closing it early, or
-    leaving its `with`, cancels the request in the server; `close` may come from another thread.
+    leaving its `with`, cancels the request in the server and ends the iteration, also that of
+    another thread; `generation.finish_reason` is None then.
     """
 
     def __init__(
@@ -157,7 +158,8 @@ class Stream(Iterator[Chunk]):
         chunk: Chunk | None = None
         try:
             while chunk is None and not (self._closed or self._state.complete):
-                chunk = self._state.take(self._response())
+                response = self._response()
+                chunk = None if response is None else self._state.take(response)
         except BaseException:
             self.close()
             raise
@@ -167,9 +169,9 @@ class Stream(Iterator[Chunk]):
         self._tries.progressed()
         return chunk
 
-    def _response(self) -> pb.GenerateResponse:
-        """The next one, of this attempt or of another."""
-        while True:
+    def _response(self) -> pb.GenerateResponse | None:
+        """The next one, of this attempt or of another; None if the stream was closed meanwhile."""
+        while not self._closed:
             try:
                 if self._call is None:
                     left_s = self._tries.left_s()
@@ -181,8 +183,10 @@ class Stream(Iterator[Chunk]):
                 error: DsparkError = Unavailable("the stream ended before the answer did")
             except grpc.RpcError as broken:
                 error = error_from_rpc(broken)
-            self._call = None
-            self._sleep(self._tries.failed(error, accepted=self._state.started))
+            if not self._closed:
+                self._call = None
+                self._sleep(self._tries.failed(error, accepted=self._state.started))
+        return None
 
     def _finish(self) -> None:
         """Wait until the server has let go: the next request is not refused because of this one."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark.core.errors import ConfigError
 from dspark.deploy.serve_config import Listen, ServeConfig, TlsSection
 from dspark.deploy.single import Loaded
 from dspark.gateway.gateway import Gateway, ServedModel
@@ -17,37 +19,64 @@ from dspark.gateway.keys import KeyRing
 from dspark.gateway.openai.app import make_app
 from dspark.gateway.openai.door import Door
 from dspark.gateway.openai.metrics import Metrics, reads
-from dspark.gateway.openai.server import serve_http
-from dspark.gateway.servicer import TlsFiles, serve_generation
+from dspark.gateway.openai.server import HttpServer, listen, serve_http
+from dspark.gateway.servicer import GenerationServer, TlsFiles, serve_generation
 from dspark.verifier.card import VerifierCard
 from dspark.verifier.runner import EngineRunner
-from dspark.verifier.servicer import VerificationServicer, serve_verification
+from dspark.verifier.servicer import (
+    VerificationServer,
+    VerificationServicer,
+    serve_verification,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
-    """host:port of each door that is open. verification: None if it is off."""
+class Access:
+    """Who may call, and what secures the connections."""
 
-    http: str
-    grpc: str
-    verification: str | None
-    tls: bool
-
-    @property
-    def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{self.http}"
+    keys: KeyRing
+    tls: TlsFiles | None
 
 
-@asynccontextmanager
-async def running(config: ServeConfig, loaded: Loaded) -> AsyncIterator[Addresses]:
-    """Everything up and ready inside the context; drained and stopped at its end.
+def access(config: ServeConfig) -> Access:
+    """Read what lies outside the configuration, before a model is loaded for nothing.
 
     Raises ConfigError for keys, certificates and addresses that cannot be had.
     """
     keys = KeyRing() if config.keys is None else KeyRing.load(config.keys)
     tls = None if config.tls is None else _tls_files(config.tls)
+    with ExitStack() as probes:  # open together: two servers may not want one port
+        for where in (config.http, config.grpc, config.verification):
+            if where is not None:
+                probes.enter_context(listen(where.host, where.port))
+    return Access(keys, tls)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The servers of one process. verification: None if it is off. url: of HTTP, where to call."""
+
+    http: HttpServer
+    grpc: GenerationServer
+    verification: VerificationServer | None
+    url: str
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop for good: nothing new is accepted, what runs has grace_s to finish, and what is left
+        ends with a status. A second call with less time hurries the first."""
+        verification = [] if self.verification is None else [self.verification.stop(grace_s)]
+        await asyncio.gather(self.http.drain(grace_s), self.grpc.drain(grace_s), *verification)
+
+
+@asynccontextmanager
+async def running(config: ServeConfig, access: Access, loaded: Loaded) -> AsyncIterator[Running]:
+    """Everything up and ready inside the context; drained and stopped at its end.
+
+    Raises ConfigError for addresses that cannot be had.
+    """
+    tls = access.tls
     async with AsyncExitStack() as stack:
         runner = await stack.enter_async_context(EngineRunner(loaded.engine))
         gateway = Gateway(runner, loaded.tokenizer, _served_model(config, loaded))
@@ -56,74 +85,78 @@ async def running(config: ServeConfig, loaded: Loaded) -> AsyncIterator[Addresse
             verification = await stack.enter_async_context(
                 serve_verification(
                     VerificationServicer(runner, _card(config, loaded)),
-                    config.verification.host,
+                    _bracketed(config.verification.host),
                     config.verification.port,
                     credentials=None if tls is None else tls.credentials(),
                     grace_s=config.drain_s,
                 )
             )
         door = Door()
-        metrics = Metrics(reads(loaded.engine))
-        app = make_app(gateway, keys, door, metrics, config.bounds())
+        app = make_app(gateway, access.keys, door, Metrics(reads(loaded.engine)), config.bounds())
         grpc = await stack.enter_async_context(
-            serve_generation(gateway, keys, *_where(config.grpc), tls=tls, drain_s=config.drain_s)
+            serve_generation(
+                gateway, access.keys, *_where(config.grpc), tls=tls, drain_s=config.drain_s
+            )
         )
         http = await stack.enter_async_context(
             serve_http(app, door, *_where(config.http), tls=tls, config=config.bounds())
         )
         door.open()
-        yield Addresses(
-            http.address,
-            grpc.address,
-            None if verification is None else verification.address,
-            tls is not None,
-        )
-        # Together, so that both get the whole drain; each context then finds its own done.
-        await asyncio.gather(http.drain(config.drain_s), grpc.drain(config.drain_s))
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://{_bracketed(config.http.host)}:{http.port}"
+        yield Running(http, grpc, verification, url)
 
 
-async def serve(config: ServeConfig, loaded: Loaded, ready: Callable[[Addresses], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. A second signal does not wait for the drain."""
-    stopped = asyncio.Event()
+async def serve(
+    config: ServeConfig, access: Access, loaded: Loaded, ready: Callable[[Running], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. A second signal ends what runs at once."""
     loop = asyncio.get_running_loop()
-    me = asyncio.current_task()
-    assert me is not None
-
-    def stop() -> None:
-        if stopped.is_set():
-            log.warning("stopping at once")
-            me.cancel()
-        else:
-            log.info("draining: up to %g s for what runs", config.drain_s)
-            stopped.set()
-
+    signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    try:
-        async with running(config, loaded) as addresses:
-            ready(addresses)
-            await stopped.wait()
-    except asyncio.CancelledError:
-        if not stopped.is_set():
-            raise
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+        loop.add_signal_handler(number, signals.put_nowait, None)
+    async with running(config, access, loaded) as servers:
+        ready(servers)
+        await signals.get()
+        log.info("stopping: what runs has up to %g s to finish", config.drain_s)
+        draining = asyncio.create_task(servers.drain(config.drain_s))
+        again = asyncio.create_task(signals.get())
+        await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
+        if again.done():
+            log.warning("stopping at once")
+            await servers.drain(0.0)
+        again.cancel()
+        await draining
 
 
 def _where(listen: Listen) -> tuple[str, int]:
     return listen.host, listen.port
 
 
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host  # IPv6
+
+
 def _tls_files(tls: TlsSection) -> TlsFiles:
+    """Raises ConfigError for files that cannot be read or do not belong together."""
     ca = None if tls.client_ca is None else Path(tls.client_ca)
-    return TlsFiles(Path(tls.certificate), Path(tls.key), ca)
+    files = TlsFiles(Path(tls.certificate), Path(tls.key), ca)
+    files.credentials()  # names a file that is missing
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
+        context.load_cert_chain(files.certificate, files.key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        told = getattr(error, "reason", None) or "cannot be read"
+        raise ConfigError(
+            f"tls: {tls.certificate} and {tls.key} are no certificate and its key: {told}"
+        ) from None
+    return files
 
 
 def _served_model(config: ServeConfig, loaded: Loaded) -> ServedModel:
     engine = loaded.engine
     return ServedModel(
-        name=config.name or Path(config.model).name,
+        name=config.served_name,
         target_id=engine.target_id,
         limits=engine.limits,
         drafters=tuple(engine.drafters),
@@ -136,7 +169,7 @@ def _served_model(config: ServeConfig, loaded: Loaded) -> ServedModel:
 def _card(config: ServeConfig, loaded: Loaded) -> VerifierCard:
     engine = loaded.engine
     return VerifierCard(
-        model=config.name or Path(config.model).name,
+        model=config.served_name,
         target_id=engine.target_id,
         tokenizer_hash=loaded.tokenizer.tokenizer_hash,
         backend=engine.backend_name,

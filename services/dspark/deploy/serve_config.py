@@ -1,19 +1,20 @@
 """Configuration of `dspark serve`: one strict tree from a file, the environment and flags.
 
-Later sources win: defaults, file, environment, flags. An environment variable is the field's path
-in capitals behind DSPARK_, its parts joined by two underscores: DSPARK_HTTP__PORT=8080. A name
-that is no field, wherever it stands, is an error that names it.
+Later sources win, field by field: defaults, file, environment, flags. An environment variable is
+the field's path in capitals behind DSPARK_, its parts joined by two underscores:
+DSPARK_HTTP__PORT=8080. A name that is no field, wherever it stands, is an error that names it, and
+no error shows a value that could not be read (it may be a secret in the wrong place).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
-from pydantic import Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from dspark.core.config import EngineConfig
 from dspark.core.errors import ConfigError
@@ -24,6 +25,8 @@ from dspark.gateway.strict_file import Strict, read_strict, told
 PREFIX = "DSPARK_"
 # Variables of other parts of dspark.
 NOT_OURS = {"DSPARK_CACHE", "DSPARK_ADDRESS", "DSPARK_API_KEY"}
+
+T = TypeVar("T")
 
 
 def section(kind: type[Any], leave_out: tuple[str, ...] = ()) -> type[Strict]:
@@ -80,6 +83,10 @@ class ServeConfig(Strict):
     drain_s: float = Field(30.0, gt=0)
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
 
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.model).name
+
     def target(self) -> TargetConfig:
         """Raises ConfigError, or InvalidRequest for the verify policy."""
         return TargetConfig(
@@ -89,15 +96,32 @@ class ServeConfig(Strict):
             device=self.device,
             drafter=self.drafter,
             threads=self.threads,
-            engine=EngineConfig(**self.engine.model_dump()),
+            engine=_made("engine", EngineConfig, self.engine),
         )
 
     def bounds(self) -> HttpConfig:
-        return HttpConfig(**self.http_bounds.model_dump(), drain_s=self.drain_s)
+        """Raises ConfigError."""
+        return _made("http_bounds", HttpConfig, self.http_bounds, drain_s=self.drain_s)
 
     def to_yaml(self) -> str:
         """As a file that gives this configuration again."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def _made(name: str, kind: Callable[..., T], section: Strict, **rest: object) -> T:
+    try:
+        return kind(**section.model_dump(), **rest)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value, where it goes, and who said so."""
+
+    source: str
+    path: tuple[str, ...]
+    value: Any
 
 
 def configure(
@@ -105,31 +129,73 @@ def configure(
 ) -> ServeConfig:
     """The configuration of one process. flags: by path ("http.port"), None where not given.
 
-    Raises ConfigError that names the source, the field, and what it must be.
+    Raises ConfigError that names the source, the field, and what it must be, or InvalidRequest for
+    the verify policy.
     """
+    settings = [
+        *([] if file is None else _of_file(file)),
+        *_of_environment(environment),
+        *(
+            Setting("command line", tuple(flag.split(".")), value)
+            for flag, value in flags.items()
+            if value is not None
+        ),
+    ]
     tree: dict[str, Any] = {}
-    if file is not None:
-        tree = read_strict(file, ServeConfig).model_dump(exclude_unset=True)
+    for setting in settings:
+        tree = _with(tree, setting.path, setting.value)
+    try:
+        config = ServeConfig.model_validate(tree)
+    except ValidationError as error:
+        places = [problem["loc"] for problem in error.errors(include_input=False)]
+        sources = dict.fromkeys(_source(settings, place) for place in places)
+        raise ConfigError(f"{', '.join(sources)}: {told(error)}") from None
+    config.target()  # these know limits of their own
+    config.bounds()
+    return config
+
+
+class _AnyFile(Strict):
+    model_config = ConfigDict(extra="allow")
+
+
+def _of_file(file: Path) -> Iterator[Setting]:
+    for name, value in (read_strict(file, _AnyFile).model_extra or {}).items():
+        yield Setting(str(file), (name,), value)
+
+
+def _of_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
     for name, text in sorted(environment.items()):
         if name.startswith(PREFIX) and name not in NOT_OURS:
-            path = name.removeprefix(PREFIX).lower().split("__")
-            tree = _with(tree, path, yaml.safe_load(text))
-            _checked(tree, name)
-    for flag, value in flags.items():
-        if value is not None:
-            tree = _with(tree, flag.split("."), value)
-    return _checked(tree, "configuration")
+            path = tuple(name.removeprefix(PREFIX).lower().split("__"))
+            try:
+                yield Setting(name, path, text if _is_text(path) else yaml.safe_load(text))
+            except yaml.YAMLError:
+                raise ConfigError(f"{name}: is not YAML") from None
 
 
-def _with(tree: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
-    inner = tree.get(path[0]) or {}
+def _is_text(path: Sequence[str]) -> bool:
+    """Whether a field takes a string: "8000" is a good name for a model, and no number then."""
+    kinds: tuple[Any, ...] = (ServeConfig,)
+    for name in path:
+        known = {k: v for kind in kinds for k, v in getattr(kind, "model_fields", {}).items()}
+        if name not in known:
+            return True  # no field: refused by its name
+        kinds = get_args(known[name].annotation) or (known[name].annotation,)
+    return str in kinds
+
+
+def _with(tree: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    inner = tree.get(path[0])
     if len(path) > 1:
         value = _with(inner if isinstance(inner, Mapping) else {}, path[1:], value)
     return {**tree, path[0]: value}
 
 
-def _checked(tree: Mapping[str, Any], source: str) -> ServeConfig:
-    try:
-        return ServeConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {told(error)}") from None
+def _source(settings: Sequence[Setting], place: Sequence[object]) -> str:
+    """Who last said something about a field, or if nobody did, about its section."""
+
+    def shared(setting: Setting) -> int:
+        return sum(a == b for a, b in zip(setting.path, place, strict=False))
+
+    return max(reversed(settings), key=shared).source

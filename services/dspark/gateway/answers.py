@@ -94,7 +94,9 @@ async def stream_answer(
                 ids += event.ids[:kept]
                 logprobs += event.logprobs[:kept]
                 figures += _cut(event.speculation, kept)
-                cached = event.cached_tokens
+                cached = min(
+                    event.cached_tokens, len(request.prompt_ids)
+                )  # of a resumed answer too
                 shown.append(piece.text)
                 yield Piece(piece.text, event.ids[:kept], event.logprobs[:kept])
                 if piece.stopped:

@@ -140,11 +140,15 @@ class GenerationServicer(pb_grpc.GenerationServicer):
 
 
 async def _refuse(context: Context, error: Exception) -> None:
-    if not isinstance(error, DsparkError):
+    gone = grpc.aio.InternalError  # what gRPC raises when there is nobody to write to any more
+    if not isinstance(error, DsparkError | gone):
         log.error("a call failed", exc_info=error)
     wire = error_to_wire(error)
     metadata = ((ERROR_METADATA, wire.SerializeToString()),)
-    await context.abort(status_of(error), wire.message, metadata)
+    try:
+        await context.abort(status_of(error), wire.message, metadata)
+    except gone:
+        raise asyncio.CancelledError from None
 
 
 def _metadata(context: Context, name: str) -> str | None:
@@ -225,6 +229,7 @@ async def serve_generation(
 
     Raises `ConfigError` for an address that cannot be had and for TLS files that cannot be read.
     """
+    credentials = None if tls is None else tls.credentials()
     name = f"[{host}]" if ":" in host else host  # IPv6
     server = grpc.aio.server(options=OPTIONS)
     servicer = GenerationServicer(gateway, keys)
@@ -234,15 +239,16 @@ async def serve_generation(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
+    address = f"{name}:{port}"
     try:
-        address = f"{name}:{port}"
-        if tls is None:
+        if credentials is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, tls.credentials())
+            port = server.add_secure_port(address, credentials)
+        await server.start()
     except RuntimeError as error:
+        await server.stop(None)
         raise ConfigError(f"address: {address} cannot be listened on: {error}") from error
-    await server.start()
     running = GenerationServer(server, servicer, health_servicer, name, port)
     try:
         yield running

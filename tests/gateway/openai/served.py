@@ -7,7 +7,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +24,7 @@ from dspark.gateway.answers import Target
 from dspark.gateway.gateway import Gateway, ServedModel
 from dspark.gateway.keys import KeyRing
 from dspark.gateway.openai import Door, HttpConfig, HttpServer, Metrics, make_app, reads, serve_http
+from dspark.gateway.servicer import TlsFiles
 from dspark.gateway.tokenizer import Tokenizer
 from dspark.models.targets.backend import RaggedBatch, StepOutput
 from dspark.verifier.engine import Engine
@@ -36,7 +37,6 @@ from ...verifier.toy import (
     ToyBackend,
     history_rule,
     oracle,
-    target_only,
     toy_engine,
 )
 
@@ -105,19 +105,25 @@ class HeldBackend(ToyBackend):
         return super().forward(batch)
 
 
-def said(prompt: str | tuple[int, ...], tokens: int, **how: Any) -> str:
-    """What the target alone says."""
-    ids = tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-    return tokenizer().decode(target_only(saying(), ids, tokens, **how))
+def said(prompt: str | tuple[int, ...], tokens: int) -> str:
+    """What a target that has no choice answers."""
+    begin = len(prompt if isinstance(prompt, tuple) else tokenizer().encode(prompt)) - 1
+    places = np.arange(begin, begin + tokens) % len(SCRIPT)
+    return tokenizer().decode(SCRIPT[places].tolist())
 
 
-def toy(rule: Rule | None = None, backend: ToyBackend | None = None, **config: Any) -> Engine:
+def toy(
+    rule: Rule | None = None,
+    backend: ToyBackend | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **config: Any,
+) -> Engine:
     """Drafts of 7 that are right but for every fifth token, so that rounds differ in length."""
     rule = rule or saying()
     return toy_engine(
         backend or ToyBackend(rule, VOCAB, context_length=ROOM),
         ScriptedDrafter(oracle(rule, wrong_every=5), gamma=7),
-        clock=time.monotonic,
+        clock=clock,
         eos_ids=tokenizer().eos_ids,
         **{"kv_tokens": ROOM, **config},
     )
@@ -152,14 +158,27 @@ class Served:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
-    def connect(self, timeout: float = 20.0) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.server.port), timeout)
+    def connect(self, receive_bytes: int = 0) -> socket.socket:
+        """receive_bytes: that the kernel keeps for a client that does not read."""
+        connection = socket.socket()
+        connection.settimeout(20)
+        if receive_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect(("127.0.0.1", self.server.port))
+        return connection
 
-    def call(self, action: Any) -> None:
+    def call(self, action: Callable[[], None]) -> None:
         """Do something in the event loop of the front."""
-        done = threading.Event()
-        self.loop.call_soon_threadsafe(lambda: (action(), done.set()))
-        assert done.wait(10)
+
+        async def act() -> None:
+            action()
+
+        asyncio.run_coroutine_threadsafe(act(), self.loop).result(10)
+
+    def wait_active(self, choices: int) -> None:
+        """Until so many are in the engine; a test's own timeout says that they never come."""
+        while self.engine.active < choices:
+            time.sleep(0.001)
 
     def begin_drain(self) -> None:
         """The context ends by itself once it is drained."""
@@ -182,6 +201,8 @@ def serve(
     config: HttpConfig | None = None,
     opened: bool = True,
     target: Target | None = None,
+    tls: TlsFiles | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **model: Any,
 ) -> Iterator[Served]:
     """target: instead of the engine's runner."""
@@ -195,9 +216,9 @@ def serve(
         limits = {"limits": engine.limits, "drafters": tuple(engine.drafters), "gamma": 7}
         async with EngineRunner(engine) as runner:
             served = ServedModel("toy", "toy-target", **{**limits, **model})
-            gateway = Gateway(target or runner, tokenizer(), served)
+            gateway = Gateway(target or runner, tokenizer(), served, clock)
             app = make_app(gateway, keys or KeyRing(), door, metrics, bounds)
-            async with serve_http(app, door, config=bounds) as server:
+            async with serve_http(app, door, config=bounds, tls=tls) as server:
                 if opened:
                     door.open()
                 loop = asyncio.get_running_loop()

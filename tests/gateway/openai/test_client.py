@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import NOT_GIVEN
 
 from dspark.gateway.keys import KeyRing, Tenant, TenantLimits, key_hash
 
-from .served import FOR_EVER, SAID, Served, said, saying, serve, tokenizer, toy
+from .served import FOR_EVER, SAID, SCRIPT, Served, said, saying, serve, tokenizer, toy
 
 CHAT: list[Any] = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi 日"}]
 CHAT_PROMPT = "system: Be.\nuser: Hi 日\nassistant:"
@@ -103,8 +105,9 @@ def test_an_answer_goes_back_as_the_client_keeps_it(front: Served) -> None:
 
 def test_text_parts_are_joined(front: Served) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages: list[Any] = [{"role": "user", "content": parts}]
     told = front.client.chat.completions.create(
-        model="toy", messages=[{"role": "user", "content": parts}], max_tokens=5, temperature=0
+        model="toy", messages=messages, max_tokens=5, temperature=0
     )
     assert told.choices[0].message.content == said("user: one\ntwo\nassistant:", 5)
 
@@ -444,5 +447,18 @@ def test_a_full_queue_is_told_with_when_to_come_again() -> None:
 def test_text_of_everything_came_by() -> None:
     """That the tests above saw what they are about."""
     text = said("H", 300)
+    assert len(SCRIPT) < 140
     assert SAID in text
     assert tokenizer().decode(tokenizer().encode(SAID)) == SAID
+
+
+def test_a_simple_reader_of_lines_gets_whole_events(front: Served) -> None:
+    """SAID has characters that end lines for `splitlines`, which httpx reads streams with."""
+    ask = {"prompt": "H", "max_tokens": 200, "temperature": 0, "stream": True}
+    with httpx.stream("POST", front.url + "/v1/completions", json=ask) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    text = "".join(piece["choices"][0]["text"] for piece in pieces)
+    assert text == said("H", 200)
+    assert {"\u2028", "\u0085"} <= set(text)

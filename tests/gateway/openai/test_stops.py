@@ -21,7 +21,7 @@ STOPS = (
     "한국어. ﷽",
     "lo, w",
 )
-TOKENS = 260  # SAID once round and more
+TOKENS = 150  # SAID once round and more
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ DTYPE THREADS`. Reads an ask a line, writes a line a token and then one with the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -36,7 +37,8 @@ def main() -> None:
         def end(self) -> None:
             pass
 
-    say({"threads": torch.get_num_threads(), "dtype": dtype, "torch": torch.__version__})
+    spin = os.environ.get("GOMP_SPINCOUNT")
+    say({"dtype": dtype, "threads": torch.get_num_threads(), "spin": spin})
     for line in sys.stdin:
         ask = json.loads(line)
         prompt = tokenizer.apply_chat_template(

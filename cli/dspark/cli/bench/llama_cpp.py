@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,22 +50,23 @@ class Tried:
     error: str | None = None
 
 
-def neighbours(at: Settings) -> Iterator[list[Settings]]:
-    """One knob after the other: the values to try, the others as they stand."""
-    yield [replace(at, flash=not at.flash)]
-    yield [replace(at, batch=batch, ubatch=ubatch) for batch, ubatch in ((512, 128), (2048, 2048))]
-    yield [replace(at, threads=at.threads - 1)] if at.threads > 1 else []
-    yield [replace(at, slots=slots) for slots in sorted({at.slots // 2, at.slots // 4} - {0})]
-    yield [replace(at, spin=not at.spin)]
-    yield [replace(at, ngram=not at.ngram)]
+# One knob each: the other values to try, the rest as it stands.
+KNOBS: tuple[Callable[[Settings], list[Settings]], ...] = (
+    lambda at: [replace(at, flash=not at.flash)],
+    lambda at: [replace(at, batch=b, ubatch=u) for b, u in ((512, 128), (2048, 2048))],
+    lambda at: [replace(at, threads=at.threads - 1)] if at.threads > 1 else [],
+    lambda at: [replace(at, slots=n) for n in sorted({at.slots // 2, at.slots // 4} - {0})],
+    lambda at: [replace(at, spin=not at.spin)],
+    lambda at: [replace(at, ngram=not at.ngram)],
+)
 
 
 async def sweep(first: Settings, merit: Callable[[Settings], Awaitable[float | None]]) -> Settings:
-    """The best found by trying one knob after the other and keeping what helped. merit: higher is
+    """The best found by turning one knob after the other and keeping what helped. merit: higher is
     better, None cannot run. Raises Unavailable if nothing runs."""
     best, score = first, await merit(first)
-    for knob in range(len(list(neighbours(first)))):
-        for settings in list(neighbours(best))[knob]:
+    for others in KNOBS:
+        for settings in others(best):
             found = await merit(settings)
             if found is not None and (score is None or found > score):
                 best, score = settings, found
@@ -96,13 +97,9 @@ class LlamaCpp:
             result = await self._try(load, settings, trial)
             tried.append(result)
             self.say(f"{self.name}, {load}: {settings}: {_in_words(result)}")
-            if result.error is not None:
-                return None
-            # In an open loop the tokens a second are those that are asked for; what differs is how
-            # long it takes.
-            return (
-                result.tokens_per_s if isinstance(load, Closed) else -(result.mean_latency_s or 0)
-            )
+            if isinstance(load, Closed) or result.mean_latency_s is None:
+                return result.tokens_per_s
+            return -result.mean_latency_s  # an open loop says itself how many tokens a second
 
         slots = load.users if isinstance(load, Closed) else OPEN_SLOTS
         best = await sweep(Settings(slots, self.context, self.threads), merit)

@@ -73,7 +73,8 @@ async def measure(
 async def _round(
     servers: Sequence[Server], load: Load, plan: Plan, tag: str, turn: int
 ) -> dict[str, Slice]:
-    asked = asks(plan.chats, plan.count(load), plan.max_tokens, tag)
+    count = plan.count(load)
+    asked = asks(plan.chats, count, plan.max_tokens, tag, first=turn * count)
     slices = {}
     for server in servers[:: -1 if turn % 2 else 1]:
         async with server.awake(asks(plan.chats, 1, WAKING_TOKENS, f"{tag}w")[0]) as endpoint:

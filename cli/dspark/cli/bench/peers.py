@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shlex
 import sys
@@ -81,7 +80,6 @@ class Command:
     name: str
     command: Sequence[str]
     shown: str = ""
-    environment: Mapping[str, str] | None = None
 
     def takes(self, load: Load) -> bool:
         return True
@@ -90,7 +88,7 @@ class Command:
     async def serve(self, load: Load, trial: Trial) -> AsyncIterator[Server]:
         from dspark.cli.bench.streams import connected
 
-        async with started(self.name, self.command, _address, self.environment) as (up, address):
+        async with started(self.name, self.command, _address) as (up, address):
             facts = {"command": self.shown or shlex.join(self.command)}
             yield Server(self.name, lambda: connected(address), facts, up)
 
@@ -188,7 +186,6 @@ def ours(name: str, options: Mapping[str, str | int]) -> Command:
         name,
         [sys.executable, "-c", program, *arguments],
         shlex.join(["dspark", *arguments]),
-        {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")},
     )
 
 

@@ -31,11 +31,12 @@ def read_chats(file: Path = OWN) -> list[Chat]:
     return chats
 
 
-def asks(chats: Sequence[Chat], count: int, max_tokens: int, tag: str) -> list[Ask]:
-    """`count` asks, the chats in turn. Each begins with a line of its own made of `tag`, so that no
-    prefix cache answers in place of the model; the same tag asks every arm the same."""
+def asks(chats: Sequence[Chat], count: int, max_tokens: int, tag: str, first: int = 0) -> list[Ask]:
+    """`count` asks, the chats in turn from number `first` on. Each begins with a line of its own,
+    made of `tag`, so that no prefix cache answers in place of the model; the same tag asks every
+    arm the same."""
     return [
-        Ask(_begun_with(f"Conversation {tag}-{i}.", chats[i % len(chats)]), max_tokens)
+        Ask(_begun_with(f"Conversation {tag}-{i}.", chats[(first + i) % len(chats)]), max_tokens)
         for i in range(count)
     ]
 

@@ -105,7 +105,6 @@ def serve(
         typer.Option("--plot", help="Write a picture here.", rich_help_panel=options.OUTPUT),
     ] = None,
     model: options.Model = "smollm2-135m",
-    backend: options.Backend = "transformers",
     drafter: options.DrafterName = "ngram",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",
@@ -126,7 +125,6 @@ def serve(
     plan = Plan(chats, _loads(concurrency, rate), rounds, max_tokens, requests)
     flags: dict[str, str | int] = {
         "model": model,
-        "backend": backend,
         "dtype": dtype,
         "threads": threads,
         "kv-tokens": kv_tokens,

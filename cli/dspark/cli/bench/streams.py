@@ -59,11 +59,12 @@ class ChatStream:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[ChatStream]:
-    """Fresh connections: a server that was paused may have dropped old ones meanwhile."""
+    """A connection for each request: one that is kept may have been dropped by a server that was
+    paused, and llama.cpp's now and then drops one as the next request is written to it."""
     client = httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(SILENCE_S),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,  # a proxy has no part in a measurement
     )
     async with client:

@@ -61,8 +61,11 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         watching = asyncio.create_task(metrics.watch_loop())
-        yield
-        watching.cancel()
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
     # No generated pages: they would describe bodies that are read by hand, and load scripts from
     # elsewhere.

@@ -104,7 +104,7 @@ def failure(error: Exception) -> Failure:
             return Failure(CLIENT_GONE, str(error), "invalid_request_error", "cancelled")
         case Unavailable():
             # Its own words are the operator's: they may carry what a step raised.
-            log.warning("a call ended as unavailable: %s", error)
+            log.info("a call ended as unavailable: %s", error)
             return Failure(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "this server cannot answer now: it is starting, stopping or recovering; try again",

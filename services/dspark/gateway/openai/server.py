@@ -212,7 +212,7 @@ async def serve_http(
     try:
         settings.load()
     except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"tls: {error.filename or ''}: {error.strerror}") from error
+        raise ConfigError(f"tls: {tls and tls.certificate}: {error}") from error
     listener = listen(host, port)
     server = _Uvicorn(settings)
     running = HttpServer(server, door, host, listener)

@@ -48,11 +48,12 @@ class TokenTexts:
             return piece.encode()
         if self._byte_level:
             return self._tokenizer._token_bytes(id)
-        if byte := _BYTE.fullmatch(piece):
-            return bytes.fromhex(byte[1])
         # After itself, since the first piece of a text may lose a leading space.
         alone = self._tokenizer.decode([id])
-        return self._tokenizer.decode([id, id])[len(alone) :].encode()
+        text = self._tokenizer.decode([id, id])[len(alone) :]
+        byte = _BYTE.fullmatch(piece)
+        # Not every decoder reads such a piece as a byte.
+        return bytes.fromhex(byte[1]) if byte and piece not in text else text.encode()
 
 
 def chat_logprobs(
