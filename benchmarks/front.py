@@ -29,6 +29,7 @@ from typing import Annotated, Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import grpc
 import httpx
 import numpy as np
 import psutil
@@ -37,15 +38,19 @@ import uvloop
 from engine import REPEATING, facts, interval, out, prompt_sets
 
 from dspark.client import AsyncClient
+from dspark.client.request_client import generate_request
 from dspark.core.config import EngineConfig
 from dspark.core.requests import Request
 from dspark.core.sampling import SamplingParams
 from dspark.deploy.single import TargetConfig, load
+from dspark.v1 import generation_pb2_grpc as pb_grpc
 from dspark.verifier.runner import EngineRunner
 
 DSPARK = Path(sys.executable).parent / "dspark"
 MB = 2**20
 MODEL = TargetConfig().model
+# A gRPC connection that takes no more than HTTP/2's first window unread.
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16 - 1))
 GENERATED = 'dspark_tokens_total{kind="generated"}'
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -235,17 +240,18 @@ def cost(
 async def unread(served: Served, protocol: str, ids: Ids, tokens: int) -> AsyncIterator[bool]:
     """A stream with much to say that nobody reads. Entered when all that may wait for its reader is
     full; False if it came to its end before."""
-    options: dict[str, Any]
     async with AsyncExitStack() as stack:
         if protocol == "http":
             body = {"prompt": list(ids), "max_tokens": tokens, "logprobs": 5}
             _, writer = await opened(served.http, body, receive_bytes=4096)
             stack.callback(writer.transport.abort)
         else:
-            options = {"logprobs": True, "top_logprobs": 5, "ignore_eos": True}
-            client = await stack.enter_async_context(AsyncClient(served.grpc))
-            stream = client.stream(ids, max_tokens=tokens, temperature=0, **options)
-            await anext(await stack.enter_async_context(stream))
+            options: dict[str, Any] = {"logprobs": True, "top_logprobs": 5, "ignore_eos": True}
+            request = generate_request(ids, {**options, "temperature": 0, "max_tokens": tokens})
+            channel = grpc.aio.insecure_channel(served.grpc, NARROW)
+            await stack.enter_async_context(channel)
+            call = pb_grpc.GenerationStub(channel).Generate(request)
+            await call.read()
         made, before = await metric(served, GENERATED), -1.0
         while before < made or not made:
             await asyncio.sleep(1.0)

@@ -90,6 +90,7 @@ BAD: list[tuple[str, Any]] = [
     ("per_sequence_s", -1e-9),
     ("per_sequence_s", math.nan),
     ("per_sequence_s", None),
+    ("per_verified_sequence_s", -1.0),
     ("per_context_token_s", math.inf),
     ("per_context_token_s", [0.0]),
 ]
@@ -354,3 +355,21 @@ def test_hardware_is_named_by_processor_and_cores() -> None:
     assert hardware_name(cpuinfo, 2) == "AMD EPYC, cpu family 25, model 17, stepping 1, 2 cores"
     assert hardware_name("", 8, "arm64") == "arm64, 8 cores"
     assert hardware().endswith("cores")
+
+
+def test_verifying_costs_each_sequence_but_the_first() -> None:
+    """Queries of unequal length are padded: a jump at the first draft token, none with R = 1."""
+    cost = StepCost((1, 64), (1.0, 1.0), per_verified_sequence_s=0.5)
+    assert cost.curve(3, 1, 0, 2).tolist() == [1.0, 1.0, 1.0]
+    assert cost.curve(3, 5, 0, 2).tolist() == [1.0, 3.0, 3.0]
+    assert [cost.seconds(3, 5, B, 0) for B in (8, 9, 10)] == [1.0, 3.0, 3.0]
+    assert cost.curve(8, 0, 0, 1).tolist() == [1.0, 1.0]
+
+
+def test_a_fit_tells_verifying_from_sequences() -> None:
+    true = StepCost((1, 5, 16), (0.02, 0.025, 0.03), 1e-3, 2e-6, 5e-4)
+    shapes = [(0, 1, 1), (0, 1, 5), (0, 5, 5), (0, 4, 5), (0, 1, 16), (0, 16, 16), (0, 15, 16)]
+    steps = [(P, R, B, R * context) for P, R, B in shapes for context in (100, 900)]
+    found = StepCost.fit([(*step, true.seconds(*step)) for step in steps])
+    assert found.per_verified_sequence_s == pytest.approx(5e-4, rel=1e-3)
+    assert found.per_sequence_s == pytest.approx(1e-3, rel=1e-3)

@@ -93,7 +93,7 @@ def test_points_reach_from_one_token_to_the_largest_step(
     sizes = [point.B for point in todo]
     assert (min(sizes), max(sizes)) == (1, max_tokens)
     assert len(set(todo)) == len(todo)
-    assert all(point.B % point.R == 0 for point in todo)
+    assert all(point.queries.sum() == point.B and point.queries.min() > 0 for point in todo)
     assert all(point.R <= max(max_sequences, 1) for point in todo)
     # A context of another size at a B that is measured anyway, so that its cost can be told.
     deep = [point for point in todo if point.context > CONTEXT]

@@ -414,14 +414,16 @@ async def test_a_run_that_is_paused_waits_and_goes_on() -> None:
         await stream.run(a_run("a", 600))
         await stream.begun("a")
         await stream.send(pause=pb.Pause(key=pb.RunKey(request_id="a"), paused=True))
-        while (await stream.read()).events:  # a sign of life: everything committed was told
-            pass
+        (sequence,) = of.engine.running
+        told = await stream.read()
+        # A sign of life of now: everything that was committed has been told.
+        while not sequence.paused or told.events or told.steps < of.engine.figures.steps:
+            told = await stream.read()
         held = len(stream.ids["a", 0, 0])
-        steps = stream.responses[-1].steps
         for _ in range(3):
             response = await stream.read()
             assert not response.events
-            assert response.steps == steps
+            assert response.steps == told.steps
         await stream.send(pause=pb.Pause(key=pb.RunKey(request_id="a")))
         assert (await stream.end("a")).reason == LENGTH
         assert held < 600

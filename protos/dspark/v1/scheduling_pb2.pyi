@@ -139,12 +139,15 @@ class StepCost(_message.Message):
     TABLE_S_FIELD_NUMBER: _builtins.int
     PER_SEQUENCE_S_FIELD_NUMBER: _builtins.int
     PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PER_VERIFIED_SEQUENCE_S_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """What it was measured on: hardware, model, precision, backend, threads."""
     per_sequence_s: _builtins.float
     """Seconds for each decoding request."""
     per_context_token_s: _builtins.float
     """Seconds for each token of context."""
+    per_verified_sequence_s: _builtins.float
+    """For each sequence but the first, once drafts are verified: B > P + R."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Grid of B, increasing."""
@@ -161,10 +164,11 @@ class StepCost(_message.Message):
         table_s: _abc.Iterable[_builtins.float] | None = ...,
         per_sequence_s: _builtins.float = ...,
         per_context_token_s: _builtins.float = ...,
+        per_verified_sequence_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "per_context_token_s", b"per_context_token_s", "per_sequence_s", b"per_sequence_s", "table_s", b"table_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "per_context_token_s", b"per_context_token_s", "per_sequence_s", b"per_sequence_s", "per_verified_sequence_s", b"per_verified_sequence_s", "table_s", b"table_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

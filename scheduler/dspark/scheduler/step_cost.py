@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from itertools import chain, combinations
 from pathlib import Path
 
 import numpy as np
@@ -43,17 +44,21 @@ CORRECTION_LIMIT = 4.0
 
 @dataclass(frozen=True)
 class StepCost:
-    """T(P, R, B, context) = table(B) + per_sequence_s · R + per_context_token_s · context.
+    """T(P, R, B, context) = table(B) + per_sequence_s · R + per_context_token_s · context
+    + per_verified_sequence_s · (R − 1) where drafts are verified, B > P + R.
 
     tokens: the grid of B, increasing. table_s: seconds at those B, positive and non-decreasing;
     linear in between, flat before the first, along the last slope beyond the last. context: tokens
-    of KV that the decoding requests attend to, all together. Raises `ConfigError` naming the field.
+    of KV that the decoding requests attend to, all together. The last term is what it costs that
+    queries are no longer one token each; the table, measured with one sequence, holds its share.
+    Raises `ConfigError` naming the field.
     """
 
     tokens: tuple[int, ...]
     table_s: tuple[float, ...]
     per_sequence_s: float = 0.0
     per_context_token_s: float = 0.0
+    per_verified_sequence_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -72,13 +77,14 @@ class StepCost:
                 raise _bad(f"table_s[{i}]", s, f"must be a number in {limits}")
             if i and s < self.table_s[i - 1]:
                 raise _bad(f"table_s[{i}]", s, "must not be below the entry before it")
-        for name in ("per_sequence_s", "per_context_token_s"):
+        for name in ("per_sequence_s", "per_context_token_s", "per_verified_sequence_s"):
             if not _is_seconds(getattr(self, name)):
                 raise _bad(name, getattr(self, name), f"must be a number in [0, {MAX_SECONDS:g}]")
 
     def seconds(self, P: int, R: int, B: int, context: int) -> float:
         """T of a step of B tokens: P of prefill, R decoding requests and their drafts."""
-        return float(np.interp(B, *self._line)) + self._beside(R, context)
+        verifying = self.per_verified_sequence_s * max(R - 1, 0) if B > P + R else 0.0
+        return float(np.interp(B, *self._line)) + self._beside(R, context) + verifying
 
     def curve(self, P: int, R: int, context: int, extra: int) -> FloatArray:
         """float64 [extra + 1]: T at B = P + R, …, P + R + extra, i.e. with 0..extra draft tokens.
@@ -86,7 +92,9 @@ class StepCost:
         An entry never depends on `extra`: the planner's causality leans on that.
         """
         B = np.arange(P + R, P + R + extra + 1)
-        return np.interp(B, *self._line) + self._beside(R, context)
+        seconds: FloatArray = np.interp(B, *self._line) + self._beside(R, context)
+        seconds[1:] += self.per_verified_sequence_s * max(R - 1, 0)
+        return seconds
 
     def _beside(self, R: int, context: int) -> float:
         return self.per_sequence_s * R + self.per_context_token_s * context
@@ -107,14 +115,16 @@ class StepCost:
     def fit(cls, samples: Sequence[Sample]) -> StepCost:
         """Least squares in relative error on measured (P, R, B, context, seconds), ≥ 1 of them.
 
-        The grid is every B that occurs. What varies while B stands still gives the two slopes
+        The grid is every B that occurs. What varies while B stands still gives the three slopes
         (nonnegative; partialling the table out first is exact, Frisch–Waugh); the means of what is
         left give the table, pooled where they would fall. Give medians, several R and contexts a B.
         """
         data = np.asarray(samples, np.float64)
         if data.ndim != 2 or data.shape[1] != 5 or not np.isfinite(data).all():
             raise ConfigError("step cost: samples must be one or more (P, R, B, context, seconds)")
-        B, seconds, each = data[:, 2], data[:, 4], data[:, [1, 3]]
+        measured: list[FloatArray] = list(data.T)
+        P, R, B, context, seconds = measured
+        each = np.stack([R, context, np.maximum(R - 1, 0) * (B > P + R)], axis=1)
         if (data < 0).any() or (B < 1).any() or (B % 1).any() or (seconds < MIN_SECONDS).any():
             raise ConfigError(
                 "step cost: samples must have whole B >= 1, seconds > 0 and nothing below 0"
@@ -128,7 +138,7 @@ class StepCost:
         def within(values: FloatArray) -> FloatArray:
             return (values - mean(values)[at]) / seconds
 
-        columns = np.stack([within(each[:, 0]), within(each[:, 1])], axis=1)
+        columns = np.stack([within(values) for values in each.T], axis=1)
         size = np.linalg.norm(columns, axis=0)
         moved = size > 1e-9 * np.linalg.norm(each / seconds[:, None], axis=0)  # else: rounding
         scale = np.where(moved, size, np.inf)
@@ -136,7 +146,7 @@ class StepCost:
         # What a step took bounds what its requests can have cost; so the table stays positive.
         slopes /= max(1.0, float((each @ slopes / seconds).max()) / 0.99)
         table = _isotonic(np.maximum(mean(seconds - each @ slopes), MIN_SECONDS), weight)
-        return cls(tuple(int(b) for b in grid), tuple(table), float(slopes[0]), float(slopes[1]))
+        return cls(tuple(int(b) for b in grid), tuple(table), *map(float, slopes))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -265,10 +275,12 @@ def hardware() -> str:
 
 
 def _nonnegative_least_squares(X: FloatArray, y: FloatArray) -> FloatArray:
-    """argmin ‖X·s − y‖ over s ≥ 0, two columns: the best of the four sets that may be nonzero."""
-    best = np.zeros(2)
-    for columns in ([0], [1], [0, 1]):
-        s = np.zeros(2)
+    """argmin ‖X·s − y‖ over s ≥ 0, few columns: the best of all sets that may be nonzero."""
+    width = X.shape[1]
+    best = np.zeros(width)
+    sets = chain.from_iterable(combinations(range(width), n) for n in range(1, width + 1))
+    for columns in map(list, sets):
+        s = np.zeros(width)
         s[columns] = np.linalg.lstsq(X[:, columns], y, rcond=None)[0]
         if (s >= 0).all() and np.sum((X @ s - y) ** 2) < np.sum((X @ best - y) ** 2):
             best = s

@@ -18,6 +18,9 @@ GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 
 CONTEXT = 256
 REPEATS = 5
 
+# (R, B) of steps that verify few drafts; their B is on the grid, where one sequence stands too.
+MIXED = ((4, 5), (12, 16), (15, 16), (31, 32))
+
 # Verify lengths follow from how step costs compare with each other, so a kept cost is checked by
 # that, at sizes that are quick and where a busy machine bends the curve.
 CHECKED = (1, 8, 32)
@@ -29,7 +32,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One kind of step: R sequences of B / R tokens each, `context` tokens in the cache each.
+    """One kind of step: R sequences of B // R tokens each, the last with the rest of B too;
+    `context` tokens in the cache each.
 
     prefill: the tokens are prompt, so only the last row's logits are wanted.
     """
@@ -46,16 +50,24 @@ class Point:
             return self.B, 0, self.B, self.R * self.context
         return 0, self.R, self.B, self.R * self.context
 
+    @property
+    def queries(self) -> NDArray[np.int32]:
+        """int32 [R]: tokens of each sequence."""
+        queries = np.full(self.R, self.B // self.R, np.int32)
+        queries[-1] += self.B % self.R
+        return queries
+
 
 def points(max_tokens: int, max_sequences: int, context: int) -> list[Point]:
-    """A grid over B up to max_tokens with one sequence, and a few steps that tell sequences and
-    context apart."""
+    """A grid over B up to max_tokens with one sequence, and a few steps that tell apart sequences,
+    context, and queries of unequal length, as a step has them that verifies drafts."""
     sizes = [*(B for B in GRID if B < max_tokens), max_tokens]
     grid = [Point(1, B, context, prefill=B > 128) for B in sizes]
     batches = [R for R in (4, 8, 16, 32, 64) if R <= min(max_sequences, max_tokens)]
     wide = [Point(R, R, context) for R in batches]
     R = ([1, *batches])[:3][-1]
-    return [*grid, *wide, Point(R, R, 4 * context)]
+    mixed = [Point(r, B, context) for r, B in MIXED if r <= max_sequences and B in sizes]
+    return [*grid, *wide, *mixed, Point(R, R, 4 * context)]
 
 
 def profile_step_cost(
@@ -128,21 +140,22 @@ def _time(
 
 
 def _blocks(point: Point, block_size: int) -> int:
-    return -(-(point.context + point.B // point.R) // block_size)
+    return -(-(point.context + int(point.queries[-1])) // block_size)
 
 
 def synthetic_batch(point: Point, block_size: int) -> RaggedBatch:
     """A step of the shape of `point` over zeroed blocks; what the tokens are does not matter."""
-    each = point.B // point.R
-    offsets = np.tile(np.arange(each, dtype=np.int32), point.R)
-    per_row = _blocks(point, block_size)
+    queries = point.queries
+    ends = np.cumsum(queries, dtype=np.int32)
     rows = np.arange(point.B, dtype=np.int32)
+    offsets = rows - np.repeat(ends - queries, queries)
+    per_row = _blocks(point, block_size)
     return RaggedBatch(
         token_ids=np.ones(point.B, np.int32),
         positions=offsets + np.int32(point.context),
-        query_start=np.arange(0, point.B + 1, each, dtype=np.int32),
+        query_start=np.concatenate([[0], ends], dtype=np.int32),
         context_len=np.full(point.R, point.context, np.int32),
         block_table=np.arange(point.R * per_row, dtype=np.int32).reshape(point.R, per_row),
-        logit_rows=rows[each - 1 :: each] if point.prefill else rows,
+        logit_rows=ends - 1 if point.prefill else rows,
         feature_rows=np.empty(0, np.int32),
     )
