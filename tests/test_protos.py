@@ -168,7 +168,7 @@ def test_every_peer_states_its_protocol_version(message: Descriptor) -> None:
 class Echo(drafting_pb2_grpc.DraftingServicer):
     """Says hello, then drafts each request's own features back as the support's weights."""
 
-    async def Propose(  # noqa: N802  # gRPC's name
+    async def Propose(  # gRPC's name
         self, request_iterator: AsyncIterator[drafting_pb2.ProposeRequest], context: object
     ) -> AsyncIterator[drafting_pb2.ProposeResponse]:
         async for message in request_iterator:
