@@ -101,7 +101,11 @@ def serving(model: str, **engine: int) -> Iterator[Served]:
 
 
 async def opened(
-    address: str, body: dict[str, Any], *, receive_bytes: int = 0
+    address: str,
+    body: dict[str, Any],
+    *,
+    route: str = "completions",
+    receive_bytes: int = 0,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection on which a completion has been asked for. receive_bytes: of the kernel's buffer,
     0 for as many as it likes."""
@@ -114,7 +118,7 @@ async def opened(
     reader, writer = await asyncio.open_connection(sock=plug, limit=limit)
     text = json.dumps({"temperature": 0, "ignore_eos": True, "stream": True, **body}).encode()
     writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n"
+        f"POST /v1/{route} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n".encode()
         + text
     )
@@ -242,8 +246,16 @@ async def unread(served: Served, protocol: str, ids: Ids, tokens: int) -> AsyncI
     full; False if it came to its end before."""
     async with AsyncExitStack() as stack:
         if protocol == "http":
-            body = {"prompt": list(ids), "max_tokens": tokens, "logprobs": 5}
-            _, writer = await opened(served.http, body, receive_bytes=4096)
+            # Megabytes, for the kernel's buffers on the loopback hold that much.
+            body = {
+                "messages": [{"role": "user", "content": REPEATING[0]}],
+                "max_tokens": tokens,
+                "logprobs": True,
+                "top_logprobs": 20,
+            }
+            _, writer = await opened(
+                served.http, body, route="chat/completions", receive_bytes=4096
+            )
             stack.callback(writer.transport.abort)
         else:
             options: dict[str, Any] = {"logprobs": True, "top_logprobs": 5, "ignore_eos": True}

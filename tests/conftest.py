@@ -1,8 +1,7 @@
 """What every test shares: one thread of the forward pass, so that tests beside other work do not
-stall in OpenMP's spinning, and no network for transformers."""
+stall in OpenMP's spinning. Set before torch is imported, and inherited by processes that start."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")

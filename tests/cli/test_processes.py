@@ -70,7 +70,9 @@ def until(terminal: IO[bytes], words: bytes) -> bytes:
     """What a terminal shows up to and with `words`."""
     seen = b""
     while not seen.endswith(words):
-        seen += terminal.read(1)
+        shown = terminal.read(1)
+        assert shown, f"the chat ended after {seen!r}"
+        seen += shown
     return seen
 
 

@@ -100,8 +100,6 @@ def load(
     progress = progress or Progress()
     if config.threads:
         torch.set_num_threads(config.threads)
-    # Denormals cost tens of times a normal operation and change nothing that is seen.
-    torch.set_flush_denormal(True)
     path = resolve(config.model, progress=progress.line)
     tokenizer = Tokenizer.load(path)
     model = load_target(path, dtype=getattr(torch, config.dtype), device=config.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,16 +31,16 @@ class TransformersBackend:
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int = 16) -> None:
+        self._config = model.config.get_text_config()
+        _check_rows_stand_alone(self._config)
         AttentionInterface.register(ATTENTION_NAME, attend)
         model.set_attn_implementation(ATTENTION_NAME)
         self.block_size = block_size
         self._model = model.eval().requires_grad_(False)
         self._decoder: Any = model.base_model
-        self._config = model.config.get_text_config()
         self.target_id = _fingerprint(model, self._config)
         if can_pack(model.device, model.dtype):
             pack_linears(model)
-        _check_rows_stand_alone(self._config)
         self._head: Any = model.get_output_embeddings()
         self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
         self._kv = PagedKV(0, block_size)
@@ -101,7 +102,8 @@ class TransformersBackend:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        with _Taps(self._decoder.layers, self._wanted_layers(batch)) as taps:
+        taps = _Taps(self._decoder.layers, self._wanted_layers(batch))
+        with taps, _flushed_denormals():
             hidden = self._decoder(
                 input_ids=torch.from_numpy(batch.token_ids).to(self.device)[None].long(),
                 position_ids=torch.from_numpy(batch.positions).to(self.device)[None].long(),
@@ -157,6 +159,17 @@ def _fingerprint(model: PreTrainedModel, config: Any) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten()[:16].float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def _flushed_denormals() -> Iterator[None]:
+    """Denormals cost tens of times a normal operation and change nothing that is seen; but a thread
+    that flushes them breaks what others compute on it, so only a step does."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 class _Taps:
