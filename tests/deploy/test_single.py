@@ -154,9 +154,11 @@ def test_what_a_step_costs_is_kept_by_precision_and_threads(
 # --- the engine ----------------------------------------------------------------------------------
 
 
-def answer(loaded: Loaded) -> list[int]:
-    """Greedy ids, five at most."""
-    loaded.engine.submit(Request("a", (5, 6, 7), SamplingParams(temperature=0, max_tokens=5)))
+FIVE = Request("a", (5, 6, 7), SamplingParams(temperature=0, max_tokens=5))
+
+
+def answer(loaded: Loaded, request: Request = FIVE) -> list[int]:
+    loaded.engine.submit(request)
     ids: list[int] = []
     while not loaded.engine.idle:
         for _, event in loaded.engine.step():
@@ -174,10 +176,7 @@ def test_the_engine_is_as_the_configuration_says(checkpoint: Path) -> None:
     assert loaded.engine.drafters["ngram"].card.gamma == 3
     assert len(answer(loaded)) == 5
     ended = Request("b", (5,), SamplingParams(temperature=0, logit_bias={1: 100.0}, max_tokens=9))
-    loaded.engine.submit(ended)
-    assert [event.ids for _, event in loaded.engine.step() if isinstance(event, Committed)] == [
-        (1,)
-    ], "the tokenizer's end of text ends an answer"
+    assert answer(loaded, ended) == [1], "the tokenizer's end of text ends an answer"
 
 
 @pytest.mark.parametrize(

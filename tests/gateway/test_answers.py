@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -151,7 +151,7 @@ async def test_a_character_that_stays_incomplete_is_shown_at_the_end() -> None:
 
 async def test_a_stop_string_cuts_text_ids_logprobs_usage_and_figures() -> None:
     """It is completed by the second of five tokens; the other three were never said (L6)."""
-    target = ScriptedTarget([*commits(b"a", b"bc", b"<>xyz", b"never"), LENGTH], waits=True)
+    target = ScriptedTarget([*commits(b"a", b"bc", b"<>xyz", b"never"), LENGTH])
     pieces, answer = await told(target, request(stop=("<>",), logprobs=True))
     assert answer.text == "abc"
     assert answer.token_ids == tuple(b"abc<>")
@@ -191,6 +191,29 @@ async def test_a_stop_string_before_min_tokens_is_text() -> None:
     assert (answer.text, answer.token_ids) == ("a.b.c", tuple(b"a.b.c."))
 
 
+# --- answers that began elsewhere ----------------------------------------------------------------
+
+
+async def test_a_resumed_answer_shows_what_is_new_and_counts_all() -> None:
+    """Ids cut a character in two: who holds the first half has not seen it yet."""
+    asked = replace(request(), committed_ids=tuple(b"ab\xe2\x82"))
+    target = ScriptedTarget([Committed(4, tuple(b"\xac!")), LENGTH])
+    events = [event async for event in stream_answer(target, Bytes(), asked, target.clock)]
+    *pieces, answer = events
+    assert pieces == [Piece("€!", tuple(b"\xac!"))]
+    assert isinstance(answer, Answer)
+    assert (answer.text, answer.token_ids) == ("ab€!", tuple(b"ab\xe2\x82\xac!"))
+    assert answer.usage.completion_tokens == 6
+
+
+async def test_a_resumed_answer_that_had_ended_runs_nothing() -> None:
+    asked = replace(request(stop=("<>",)), committed_ids=tuple(b"ab<>"))
+    target = ScriptedTarget([*commits(b"never"), LENGTH])
+    answer = await whole_answer(target, Bytes(), asked)
+    assert (answer.text, answer.finish_reason) == ("ab", FinishReason.STOP)
+    assert target.said == 0
+
+
 # --- ends that are no answers --------------------------------------------------------------------
 
 
@@ -215,10 +238,9 @@ async def test_a_refusal_is_raised() -> None:
 async def test_an_error_event_is_raised_after_what_was_said() -> None:
     error = Unavailable("the engine is stopping")
     last = Finished(FinishReason.ERROR, Usage(3, 1), error=error)
-    assert [type(e) for e in await failed(ScriptedTarget([*commits(b"a"), last]))] == [
-        Piece,
-        Unavailable,
-    ]
+    piece, raised = await failed(ScriptedTarget([*commits(b"a"), last]))
+    assert isinstance(piece, Piece)
+    assert raised is error
 
 
 @pytest.mark.parametrize("last", [[], [Finished(FinishReason.ERROR, Usage(3, 1))]])

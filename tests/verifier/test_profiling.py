@@ -134,6 +134,13 @@ def test_hiccups_and_the_first_round_do_not_count() -> None:
     assert hiccups.table_s == pytest.approx(none.table_s)
 
 
+def test_a_cold_start_is_not_what_a_step_costs() -> None:
+    first = len(points(64, 8, CONTEXT))
+    cold = TimedBackend(disturbed=lambda step, seconds: seconds * (100.0 if step < first else 1.0))
+    cost = profile_step_cost(cold, 64, 8, repeats=1, clock=cold.clock)
+    assert cost.seconds(0, 1, 1, CONTEXT) == pytest.approx(linear(0, 1, 1, CONTEXT), rel=0.02)
+
+
 def test_a_machine_that_drifts_bends_nothing() -> None:
     """Points are taken in rounds, so each of them sees the machine at every speed."""
     drifting = TimedBackend(disturbed=lambda step, seconds: seconds * (1 + step / 100))

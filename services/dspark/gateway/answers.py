@@ -141,8 +141,8 @@ def _cut(figures: SpeculationFigures, kept: int) -> SpeculationFigures:
 
 async def whole_answer(target: Target, tokenizer: Tokenizer, request: Request) -> Answer:
     """The same without the pieces."""
-    async with aclosing(stream_answer(target, tokenizer, request)) as events:
-        async for event in events:
-            if isinstance(event, Answer):
-                return event
-    raise AssertionError("a stream of pieces ends with its answer")
+    last: Piece | Answer | None = None
+    async for event in stream_answer(target, tokenizer, request):
+        last = event
+    assert isinstance(last, Answer), "a stream of pieces ends with its answer"
+    return last

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dspark.core.errors import DsparkError, ModelError
 from dspark.core.verdicts import Verdict
-from dspark.models.verification import judge, verify_greedy
+from dspark.models.verification import judge, verify_own
 from dspark.verifier.batcher import Item
 
 # A verdict, None for a prefill chunk that does not reach its end, or what went wrong.
@@ -24,7 +24,9 @@ def judge_step(
 ) -> list[Outcome]:
     """One outcome an item. logits: float32 [L, V] in the order of `flatten`; argmax: int64 [L]."""
     outcomes: list[Outcome] = []
-    largest = logits[torch.arange(len(argmax)), torch.from_numpy(argmax)].cpu().numpy()
+    largest = logits.gather(1, torch.from_numpy(argmax)[:, None].to(logits.device)).cpu()
+    sound = np.isfinite(largest.numpy()[:, 0]).tolist()
+    own = argmax.tolist()
     row = 0
     for item, length in zip(items, lengths, strict=True):
         if not item.reaches_end:
@@ -34,9 +36,9 @@ def judge_step(
         draft = item.sequence.draft
         draft_ids = () if draft is None else draft.draft.ids[:length]
         if item.sequence.state.request.sampling.plain:
-            verdict = verify_greedy(argmax[rows], draft_ids)
-            sound = np.isfinite(largest[row : row + len(verdict.ids)]).all()
-            outcomes.append(verdict if sound else _NO_TOKEN)
+            verdict = verify_own(own[rows].__getitem__, draft_ids)
+            judged = sound[row : row + len(verdict.ids)]
+            outcomes.append(verdict if all(judged) else _NO_TOKEN)
         else:
             outcomes.append(_judge_one(item, logits[rows], draft_ids))
         row = rows.stop
