@@ -343,7 +343,7 @@ async def test_tries_that_bring_nothing_are_counted_and_waited_for() -> None:
         ):
             waits.clear()
             with pytest.raises(Unavailable) as error:
-                await call  # type: ignore[misc]
+                await call
             assert error.value.__notes__ == ["after 5 attempts"]
             assert len(waits) == 4
             for wait, most in zip(waits, (1.0, 2.0, 3.0, 3.0), strict=True):
@@ -517,7 +517,7 @@ async def test_another_model_is_not_found() -> None:
             client.model_info("gpt"),
         ):
             with pytest.raises(NotFound, match="'gpt' is not served here"):
-                await call  # type: ignore[misc]
+                await call
 
 
 async def test_keys_open_the_door_and_limits_are_told() -> None:
@@ -583,7 +583,7 @@ async def test_a_deadline_holds_while_nobody_answers() -> None:
             client.count_tokens(PROMPT, deadline_s=0.1),
         ):
             with pytest.raises(DeadlineExceeded):
-                await call  # type: ignore[misc]
+                await call
 
 
 @pytest.mark.parametrize("how", ["aclose", "with", "cancel"])

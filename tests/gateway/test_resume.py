@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,8 @@ async def test_behind_any_id_the_whole_is_the_same(
     target = Saying(ids)
     pieces, whole = await told(target, sampling)
     assert "".join(piece.text for piece in pieces) == whole.text
-    held, text = (), ""
+    held: tuple[int, ...] = ()
+    text = ""
     # Text without ids comes at the very end; the servicer sends it with the end itself.
     for piece in [Piece("", ()), *(piece for piece in pieces if piece.ids)]:
         held, text = held + piece.ids, text + piece.text
@@ -98,7 +100,7 @@ def gateway(target: Saying) -> Gateway:
     return Gateway(target, tokenizer(), ServedModel("toy", "toy", Limits(VOCAB, 200, 200)))
 
 
-def call(resume: dict[int, tuple[int, ...]], **sampling: int) -> Call:
+def call(resume: dict[int, tuple[int, ...]], **sampling: Any) -> Call:
     return Call(Prompt(ids=(5,)), SamplingParams(**sampling), "a", resume=resume)
 
 

@@ -196,7 +196,8 @@ async def test_resumed_behind_any_chunk_nothing_is_repeated_or_lost(
             request.stop.append((await say(client, request)).text()[25:28])
         whole = await say(client, request)
         assert stops or whole.chunks[-1].text
-        ids, text = [], ""
+        ids: list[int] = []
+        text = ""
         for attempt, chunk in enumerate(whole.chunks, start=1):
             ids, text = [*ids, *chunk.ids], text + chunk.text
             request.attempt = attempt
@@ -266,6 +267,19 @@ async def test_what_the_call_wishes_reaches_the_target() -> None:
         assert first.speculation.drafter == "none"
         assert first.speculation.verify == "fixed:1"
         assert (first.traceparent, second.traceparent) == (trace, "")
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "timeout", "left"),
+    [(None, 20.0, 20), (50.0, 20.0, 20), (5.0, 20.0, 5), (5.0, None, 5), (None, None, None)],
+)
+async def test_of_two_deadlines_the_target_is_told_the_nearer(
+    deadline_s: float | None, timeout: float | None, left: float | None
+) -> None:
+    async with front(toy(clock=HandClock(100.0))) as served, stub(served) as client:
+        await say(client, asked(2, deadline_s=deadline_s), timeout=timeout)
+        told = served.asked[0].deadline
+        assert told == (None if left is None else pytest.approx(100 + left, abs=3))
 
 
 # --- what is refused
@@ -366,7 +380,7 @@ async def test_a_tenant_over_its_limit_is_told_when_to_come_again() -> None:
 async def test_a_running_call_counts_until_it_ends_however_it_ends() -> None:
     keys = ring(acme=TenantLimits(concurrent_requests=1))
     async with front(keys=keys) as served, stub(served) as client:
-        call = client.Generate(asked(FOR_EVER), metadata=bearer("acme"))
+        call: Any = client.Generate(asked(FOR_EVER), metadata=bearer("acme"))
         await call.read()
         status, _ = await refusal(say(client, asked(), metadata=bearer("acme")))
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -380,7 +394,7 @@ async def test_a_running_call_counts_until_it_ends_however_it_ends() -> None:
 async def test_a_tenant_cannot_end_what_another_one_runs() -> None:
     keys = ring(acme=TenantLimits(), other=TenantLimits())
     async with front(keys=keys) as served, stub(served) as client:
-        call = client.Generate(asked(300, request_id="r"), metadata=bearer("acme"))
+        call: Any = client.Generate(asked(300, request_id="r"), metadata=bearer("acme"))
         first = await call.read()
         await say(client, asked(2, request_id="r", attempt=5), metadata=bearer("other"))
         assert Said([first, *await _rest(call)]).ids() == expected(PROMPT, 300)
@@ -406,7 +420,7 @@ async def _rest(call: Any) -> list[Any]:
 
 async def test_a_message_over_the_limit_costs_its_caller_only() -> None:
     async with front() as served, stub(served) as client:
-        other = client.Generate(asked(200))
+        other: Any = client.Generate(asked(200))
         first = await other.read()
         status, error = await refusal(say(client, asked(text="a" * (9 * 2**20))))
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -444,7 +458,7 @@ async def test_a_bug_is_told_as_one_and_keeps_its_text_to_itself(
 async def test_the_requests_own_deadline_ends_it() -> None:
     clock = HandClock()
     async with front(toy(clock=clock)) as served, stub(served) as client:
-        call = client.Generate(asked(FOR_EVER, deadline_s=3.0))
+        call: Any = client.Generate(asked(FOR_EVER, deadline_s=3.0))
         await call.read()
         await call.read()
         clock.now += 3
@@ -482,7 +496,7 @@ async def test_a_client_that_hangs_up_frees_the_engine(n: int) -> None:
 async def test_a_client_that_is_lost_frees_the_engine() -> None:
     async with front() as served:
         async with stub(served) as client:
-            call = client.Generate(asked(FOR_EVER))
+            call: Any = client.Generate(asked(FOR_EVER))
             await call.read()
         await served.freed()
 
@@ -502,7 +516,7 @@ async def test_a_client_that_reads_nothing_is_given_up_and_told(
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", narrow) as channel:
             client: pb_grpc.GenerationAsyncStub = pb_grpc.GenerationStub(channel)
             sampling = {"logprobs": True, "top_logprobs": 20}
-            call = client.Generate(asked(FOR_EVER, sampling=sampling))
+            call: Any = client.Generate(asked(FOR_EVER, sampling=sampling))
             await call.read()
             await served.freed()
             if hangs_up:
@@ -542,7 +556,7 @@ async def test_health_and_reflection_answer_without_a_key() -> None:
 async def test_a_stop_lets_calls_finish_and_takes_no_new_ones() -> None:
     backend = HeldBackend(3)
     async with front(toy(backend)) as served, stub(served) as client:
-        call = client.Generate(asked(30))
+        call: Any = client.Generate(asked(30))
         await call.read()
         first = await call.read()
         async with grpc.aio.insecure_channel(served.address) as channel:
