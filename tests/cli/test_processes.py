@@ -53,6 +53,23 @@ def test_ctrl_c_ends_an_answer_quickly(start: Start) -> None:
     assert "answer tokens" not in said, "it was not answered to its end"
 
 
+def test_ctrl_c_leaves_the_lines_that_were_answered(start: Start, tmp_path: Path) -> None:
+    lines, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_text('{"prompt_ids": [5]}\n' * 2000)
+    os.mkfifo(out)
+    process = start("generate", "--input", lines, "--output", out, "--max-tokens", 64)
+    with out.open(encoding="utf-8") as answers:
+        first = answers.readline()
+        process.send_signal(signal.SIGINT)
+        rest = answers.readlines()
+    status, said = end(process)
+    assert status == 130
+    assert "Traceback" not in said
+    told = [json.loads(line) for line in (first, *rest)]
+    assert 0 < len(told) < 2000
+    assert all(len(answer["token_ids"]) == 64 for answer in told), "an answer, not an error"
+
+
 def test_a_reader_that_has_seen_enough(start: Start) -> None:
     """`dspark generate … | head -c 1`"""
     process = start("generate", *ENDLESS)
@@ -94,7 +111,9 @@ def test_a_chat_in_a_terminal(start: Start) -> None:
         terminal.write(b"\x03")
         until(terminal, b"(stopped)")
         until(terminal, b"you> ")
-        terminal.write(b"\x03")
+        # The line feed is for Python's `input`, which sees a signal that comes between its prompt
+        # and its wait for a key with the next key only.
+        terminal.write(b"\x03\n")
         until(terminal, b"(Ctrl-D ends the chat)")
         until(terminal, b"you> ")
         terminal.write(b"\x04")
