@@ -271,3 +271,18 @@ def test_the_engine_gives_what_its_planner_gives(
     # 2,000 draws: a standard deviation of 0.01, so 0.03 is three, and the bias is fifteen.
     assert len(first) > 2000
     assert np.mean(np.array(first) == A) == pytest.approx(share_of_a, abs=0.03)
+
+
+@pytest.mark.parametrize(("looks_back_only", "length"), [(True, 0), (False, 1)])
+def test_a_small_promise_is_dropped_only_where_that_cannot_anticipate(
+    looks_back_only: bool, length: int
+) -> None:
+    """x₁ promises 4 % of Θ. Dropping it looks at the whole block's gain, so a drawn block keeps it:
+    Algorithm 1 alone decides there."""
+    planner = StepPlanner(
+        still_cost({1: 1.0, 2: 1.8 / 1.04, 3: 9.0}), Policy.parse("early-stop"), max_tokens=8
+    )
+    sequence = a_sequence()
+    draft = replace(draft_of((B, A)), looks_back_only=looks_back_only)
+    sequence.draft = in_hand(1, draft)
+    assert planner.plan([item_of(sequence)]).lengths == [length]
