@@ -381,7 +381,7 @@ async def test_a_running_call_counts_until_it_ends_however_it_ends() -> None:
     keys = ring(acme=TenantLimits(concurrent_requests=1))
     async with front(keys=keys) as served, stub(served) as client:
         call: Any = client.Generate(asked(FOR_EVER), metadata=bearer("acme"))
-        await call.read()
+        await begun(call)
         status, _ = await refusal(say(client, asked(), metadata=bearer("acme")))
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
         call.cancel()
@@ -403,12 +403,18 @@ async def test_a_tenant_cannot_end_what_another_one_runs() -> None:
 async def test_a_newer_attempt_ends_the_older_one() -> None:
     async with front() as served, stub(served) as client:
         old = client.Generate(asked(FOR_EVER, request_id="r"))
-        await old.read()
+        await begun(old)
         said = await say(client, asked(30, request_id="r", attempt=1))
         assert said.ids() == expected(PROMPT, 30)
         status, error = await refusal(_rest(old))
         assert status is grpc.StatusCode.CANCELLED
         assert isinstance(error, Cancelled)
+
+
+async def begun(call: Any) -> None:
+    """Read until the engine has the request: `started` is said before it gets it."""
+    started, chunk = await call.read(), await call.read()
+    assert started.HasField("started") and chunk.HasField("chunk")
 
 
 async def _rest(call: Any) -> list[Any]:
@@ -459,8 +465,7 @@ async def test_the_requests_own_deadline_ends_it() -> None:
     clock = HandClock()
     async with front(toy(clock=clock)) as served, stub(served) as client:
         call: Any = client.Generate(asked(FOR_EVER, deadline_s=3.0))
-        await call.read()
-        await call.read()
+        await begun(call)
         clock.now += 3
         status, error = await refusal(_rest(call))
         assert status is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -484,8 +489,7 @@ async def test_a_client_that_hangs_up_frees_the_engine(n: int) -> None:
     async with front() as served, stub(served) as client:
         calls = [client.Generate(asked(FOR_EVER, n=n)) for _ in range(5)]
         for call in calls:
-            await call.read()
-            await call.read()
+            await begun(call)
         assert served.engine.active == 5 * n
         for call in calls:
             call.cancel()
@@ -497,8 +501,18 @@ async def test_a_client_that_is_lost_frees_the_engine() -> None:
     async with front() as served:
         async with stub(served) as client:
             call: Any = client.Generate(asked(FOR_EVER))
-            await call.read()
+            await begun(call)
         await served.freed()
+
+
+@asynccontextmanager
+async def one_server() -> AsyncIterator[grpc.aio.Server]:
+    """Stopped however the test ends: one that is only collected waits for ever."""
+    server = grpc.aio.server()
+    try:
+        yield server
+    finally:
+        await server.stop(10)
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])
@@ -507,8 +521,7 @@ async def test_a_client_that_reads_nothing_is_given_up_and_told(
 ) -> None:
     # A window that a few messages fill, and messages that fill it.
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-    server = grpc.aio.server()
-    async with front() as served:
+    async with front() as served, one_server() as server:
         servicer = GenerationServicer(served.gateway, KeyRing(), stalled_s=0.05)
         pb_grpc.add_GenerationServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -517,7 +530,7 @@ async def test_a_client_that_reads_nothing_is_given_up_and_told(
             client: pb_grpc.GenerationAsyncStub = pb_grpc.GenerationStub(channel)
             sampling = {"logprobs": True, "top_logprobs": 20}
             call: Any = client.Generate(asked(FOR_EVER, sampling=sampling))
-            await call.read()
+            await begun(call)
             await served.freed()
             if hangs_up:
                 call.cancel()
@@ -525,7 +538,6 @@ async def test_a_client_that_reads_nothing_is_given_up_and_told(
                 status, error = await refusal(_rest(call))
                 assert status is grpc.StatusCode.CANCELLED
                 assert str(error) == "the client has read nothing for 0.05 s"
-        await server.stop(10)
     assert caplog.text == ""
 
 
@@ -582,7 +594,7 @@ async def test_what_a_stop_cannot_wait_for_ends_with_a_clear_status() -> None:
     async with front() as served, stub(served) as client:
         calls = [client.Generate(asked(FOR_EVER)) for _ in range(20)]
         for call in calls:
-            await call.read()
+            await begun(call)
         stopping = asyncio.create_task(served.server.drain(0))
         for call in calls:
             status, error = await refusal(_rest(call))
