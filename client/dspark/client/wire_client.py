@@ -11,6 +11,7 @@ from dspark.core.errors import (
     Cancelled,
     DeadlineExceeded,
     DsparkError,
+    Fenced,
     InvalidRequest,
     ModelError,
     NotFound,
@@ -40,6 +41,7 @@ _STATUS: tuple[tuple[type[BaseException], pb.ErrorCode.ValueType, grpc.StatusCod
     (Unavailable, pb.ERROR_CODE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
     (Unauthenticated, pb.ERROR_CODE_UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED),
     (NotFound, pb.ERROR_CODE_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
+    (Fenced, pb.ERROR_CODE_FENCED, grpc.StatusCode.ABORTED),
     (ModelError, pb.ERROR_CODE_MODEL, grpc.StatusCode.FAILED_PRECONDITION),
     (BaseException, pb.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
 )

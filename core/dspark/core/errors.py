@@ -1,8 +1,9 @@
 """Every error a user of dspark can meet, drawn as one tree.
 
 Three families: what the caller did (`InvalidRequest`, `Unauthenticated`, `NotFound`, `Cancelled`),
-what the system could not do now (`Overloaded`, `DeadlineExceeded`, `Unavailable`), what an operator
-must repair (`ConfigError`, `ModelError`). Each maps to a status in one place, at the edge.
+what the system could not do now (`Overloaded`, `DeadlineExceeded`, `Unavailable`, `Fenced`), what
+an operator must repair (`ConfigError`, `ModelError`). Each maps to a status in one place, at the
+edge.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class Cancelled(DsparkError):
 
 class Unavailable(DsparkError):
     """This replica cannot serve now (starting, draining, lost); another may."""
+
+
+class Fenced(DsparkError):
+    """A newer life of this replica has registered: the older one must stop serving."""
 
 
 class ConfigError(DsparkError):

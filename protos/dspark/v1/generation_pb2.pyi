@@ -86,6 +86,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """No API key, or one that belongs to no tenant. UNAUTHENTICATED."""
     ERROR_CODE_NOT_FOUND: _ErrorCode.ValueType  # 9
     """The model is not served here. NOT_FOUND."""
+    ERROR_CODE_FENCED: _ErrorCode.ValueType  # 10
+    """A newer life of this replica has registered, the older one must stop. ABORTED."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
 
@@ -109,6 +111,8 @@ ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 8
 """No API key, or one that belongs to no tenant. UNAUTHENTICATED."""
 ERROR_CODE_NOT_FOUND: ErrorCode.ValueType  # 9
 """The model is not served here. NOT_FOUND."""
+ERROR_CODE_FENCED: ErrorCode.ValueType  # 10
+"""A newer life of this replica has registered, the older one must stop. ABORTED."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

@@ -507,6 +507,7 @@ class Lease(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.str
     tenant: _builtins.str
@@ -514,6 +515,8 @@ class Lease(_message.Message):
     """Tokens it claims of the verifier's KV pool."""
     ttl_ms: _builtins.int
     """Milliseconds until it expires unless its owner's heartbeat renews it."""
+    choices: _builtins.int
+    """Choices that run under it. 0 is read as 1."""
     @_builtins.property
     def verifier(self) -> _verification_pb2.Replica: ...
     @_builtins.property
@@ -530,10 +533,11 @@ class Lease(_message.Message):
         drafter: _verification_pb2.Replica | None = ...,
         tokens: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "verifier", b"verifier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "lease_id", b"lease_id", "request_id", b"request_id", "tenant", b"tenant", "tokens", b"tokens", "ttl_ms", b"ttl_ms", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "drafter", b"drafter", "lease_id", b"lease_id", "request_id", b"request_id", "tenant", b"tenant", "tokens", b"tokens", "ttl_ms", b"ttl_ms", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -716,7 +720,7 @@ class VerdictCounts(_message.Message):
     """DrafterCard.drafter_id."""
     mode: _drafting_pb2.SamplingMode.ValueType
     bins: _builtins.int
-    """Equal bins of [0, 1] for the raw confidence, the logistic function of its logit."""
+    """Equal bins of [-4.5, 7.5] for the raw confidence logit; the outermost hold all beyond, too."""
     @_builtins.property
     def reached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[γ, bins] draft tokens that were verified and had all before them accepted."""
@@ -840,6 +844,26 @@ class Plan(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SharesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     VERSION_FIELD_NUMBER: _builtins.int
     VERIFIER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -852,6 +876,7 @@ class Plan(_message.Message):
     DRAFT_BUDGETS_FIELD_NUMBER: _builtins.int
     CALIBRATION_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every plan; a verifier keeps the newest."""
     verifier: _builtins.str
@@ -886,6 +911,12 @@ class Plan(_message.Message):
     def calibration(self) -> Global___Calibration:
         """Unset: keep the one in use."""
 
+    @_builtins.property
+    def shares(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Tenant -> share of the tokens that this verifier admits while more wait than it can run. Empty:
+        as the verifier is configured.
+        """
+
     def __init__(
         self,
         *,
@@ -901,10 +932,11 @@ class Plan(_message.Message):
         draft_budgets: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         calibration: Global___Calibration | None = ...,
         protocol_version: _builtins.int = ...,
+        shares: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "calibration", b"calibration", "capacity", b"capacity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "calibration", b"calibration", "capacity", b"capacity", "caps", b"caps", "draft_budgets", b"draft_budgets", "epoch", b"epoch", "protocol_version", b"protocol_version", "requests", b"requests", "seen_through", b"seen_through", "ttl_ms", b"ttl_ms", "verifier", b"verifier", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "calibration", b"calibration", "capacity", b"capacity", "caps", b"caps", "draft_budgets", b"draft_budgets", "epoch", b"epoch", "protocol_version", b"protocol_version", "requests", b"requests", "seen_through", b"seen_through", "shares", b"shares", "ttl_ms", b"ttl_ms", "verifier", b"verifier", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
     _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015
