@@ -18,7 +18,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 ROOTS = ("core", "models", "scheduler", "services", "client", "training", "cli")
 
-SERVICES = {"verifier", "drafter", "gateway", "deploy"}
+SERVICES = {"verifier", "drafter", "gateway", "scheduling", "serving", "deploy"}
 # Part of dspark -> other parts that its modules may import. Wire types (v1) have their own rule.
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {"core"},
     "client": {"core"},
     **{part: {"core", "models", "scheduler", "client"} | SERVICES for part in SERVICES},
-    "training": {"core", "models", "verifier"},
+    "training": {"core", "models", "scheduler", "verifier"},
     "cli": {"core", "models", "scheduler", "client", "training"} | SERVICES,
 }
 # Whose servicer and client modules speak gRPC.

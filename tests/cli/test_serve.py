@@ -468,6 +468,14 @@ def test_a_bad_keys_file(
     assert "secret" not in ran.err
 
 
+def test_a_cache_beyond_the_memory(dspark: Callable[..., Ran], checkpoint: Path) -> None:
+    ports = ("--http-port", 0, "--grpc-port", 0)
+    ran = dspark("serve", "--model", checkpoint, *ports, "--kv-tokens", 10**14)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(f"dspark: kv_tokens: {10**14} need ")
+    assert ran.err.count("\n") == 1
+
+
 def test_a_bad_certificate(dspark: Callable[..., Ran], tmp_path: Path) -> None:
     missing, text = tmp_path / "none.pem", tmp_path / "text.pem"
     text.write_text("no certificate")

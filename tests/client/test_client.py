@@ -40,7 +40,7 @@ from dspark.client.request_client import generate_request
 from dspark.client.retry import Tries
 from dspark.core.errors import DsparkError
 from dspark.gateway.keys import KeyRing, Tenant, TenantLimits, key_hash
-from dspark.gateway.servicer import TlsFiles
+from dspark.serving import TlsFiles
 from dspark.v1 import generation_pb2 as pb
 
 from ..gateway.toy_front import (

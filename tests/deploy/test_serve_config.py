@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
-from dspark.cli.main import main
+from dspark.cli.main import app, main
+from dspark.cli.options import TARGET
 from dspark.core.errors import DsparkError
 from dspark.deploy.serve_config import ServeConfig, configure
+from dspark.deploy.single import TargetConfig
 
 from ..cli.conftest import DSPARK
 
@@ -93,6 +96,14 @@ def test_a_file_in_json(tmp_path: Path) -> None:
     path = tmp_path / "serve.json"
     path.write_text(json.dumps({"grpc": {"port": 9}}))
     assert configure(path, {}, {}).grpc.port == 9
+
+
+def test_one_value_says_how_long_a_reader_may_stand_still(file: Path) -> None:
+    config = configure(None, {"DSPARK_ENGINE__STALL_TIMEOUT_S": "5"}, {})
+    assert config.target().engine.stall_timeout_s == config.bounds().stall_timeout_s == 5
+    for name in ("stalled_s", "stall_timeout_s"):
+        file.write_text(f"http_bounds: {{{name}: 5}}\n")
+        assert refused(file) == f"{file}: http_bounds.{name}: is not a known field"
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -243,3 +254,70 @@ def test_a_bad_configuration_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("dspark: command line: http.port: Input should be ")
     assert ended.stderr.count("\n") == 1
+
+
+# --- flags, environment and file -----------------------------------------------------------------
+
+# Each flag's field and a value that is not its default.
+FLAGS: dict[str, tuple[str, object]] = {
+    "--model": ("model", "some-model"),
+    "--backend": ("backend", "transformers"),
+    "--drafter": ("drafter", "none"),
+    "--gamma": ("engine.gamma", 3),
+    "--verify": ("engine.verify", "fixed:2"),
+    "--dtype": ("dtype", "bfloat16"),
+    "--device": ("device", "cuda:1"),
+    "--threads": ("threads", 3),
+    "--kv-tokens": ("engine.kv_tokens", 4096),
+    "--name": ("name", "some-name"),
+    "--keys": ("keys", "keys.yaml"),
+    "--http-port": ("http.port", 1234),
+    "--grpc-port": ("grpc.port", 1234),
+}
+# They stand for two fields each, or say where the configuration is.
+OTHERS = {"--host", "--tls-certificate", "--tls-key", "--config", "--print-config", "--help"}
+
+
+def options_of(command: str) -> dict[str, str]:
+    """Its flags, and under which heading each stands."""
+    commands: Any = typer.main.get_command(app)
+    return {
+        option.opts[0]: getattr(option, "rich_help_panel", None) or ""
+        for option in commands.commands[command].params
+        if option.opts[0].startswith("--")
+    }
+
+
+def test_serve_takes_what_generate_takes_of_target_and_drafter() -> None:
+    def of(command: str) -> set[str]:
+        return {flag for flag, heading in options_of(command).items() if heading == TARGET}
+
+    assert of("serve") == of("generate") > {"--backend"}
+    fields = {name for name in TargetConfig.__dataclass_fields__ if name != "engine"}
+    assert {f"--{name}" for name in fields} <= of("serve")
+
+
+def test_every_flag_is_known_here() -> None:
+    assert set(options_of("serve")) == set(FLAGS) | OTHERS - {"--help"}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flag_environment_and_file_say_the_same(
+    capsys: pytest.CaptureFixture[str], file: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    path, value = FLAGS[flag]
+    by_flag = printed(capsys, flag, value)
+    tree: Any = value
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    file.write_text(yaml.safe_dump(tree))
+    assert printed(capsys, "--config", file) == by_flag
+    monkeypatch.setenv("DSPARK_" + path.upper().replace(".", "__"), str(value))
+    assert printed(capsys) == by_flag
+    assert (by_flag == ServeConfig().to_yaml()) == (flag == "--backend"), "there is but one"
+
+
+def test_a_backend_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--print-config", "--backend", "magic"]) == 2
+    told = capsys.readouterr().err
+    assert told == "dspark: backend: 'magic' is not one of: transformers\n"

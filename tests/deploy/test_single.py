@@ -151,6 +151,26 @@ def test_what_a_step_costs_is_kept_by_precision_and_threads(
         seen = names()
 
 
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "token_bytes"), [("float32", 512), ("bfloat16", 256)])
+def test_a_cache_beyond_the_memory_is_refused_before_anything_is_measured(
+    checkpoint: Path, cache: Path, dtype: str, token_bytes: int
+) -> None:
+    """2 layers of 2 heads of 16 values, keys and values."""
+    engine = EngineConfig(kv_tokens=10**14, max_step_tokens=64)
+    start = Start(TargetConfig(model=str(checkpoint), dtype=dtype, engine=engine))
+    needed = token_bytes * 10**14
+    told = (
+        rf"^kv_tokens: {10**14} need {needed} bytes \({token_bytes} a token\), and there are \d+:"
+    )
+    with pytest.raises(ConfigError, match=told):
+        start()
+    assert (start.lines, start.steps) == ([], [])
+    assert not (cache / "step-cost").exists()
+
+
 # --- the engine ----------------------------------------------------------------------------------
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,19 @@ from dspark.core.errors import (
     Unavailable,
 )
 from dspark.core.requests import Event, Request
-from dspark.gateway.gateway import Gateway, ServedModel
+from dspark.gateway import Tokenizer
+from dspark.gateway.gateway import LONG_PROMPT, Gateway, ServedModel
 from dspark.gateway.keys import KeyRing, Tenant, TenantLimits, key_hash
-from dspark.gateway.servicer import SERVICE, GenerationServicer, TlsFiles, serve_generation
+from dspark.gateway.servicer import SERVICE, GenerationServicer
+from dspark.serving import TlsFiles, serve_grpc
 from dspark.v1 import generation_pb2 as pb
 from dspark.v1 import generation_pb2_grpc as pb_grpc
 
-from ..verifier.toy import HandClock
+from ..verifier.toy import HandClock, ScriptedDrafter, ToyBackend, oracle, toy_engine
 from .toy_front import (
     FOR_EVER,
     ROOM,
+    RULE,
     VOCAB,
     Front,
     HeldBackend,
@@ -246,6 +250,58 @@ async def test_the_model_says_what_it_is() -> None:
             )
 
 
+async def test_a_drafter_is_told_with_its_kind() -> None:
+    drafter = ScriptedDrafter(oracle(RULE), drafter_id="fast", gamma=5)
+    backend = ToyBackend(RULE, VOCAB, context_length=ROOM)
+    async with front(toy_engine(backend, drafter)) as served, stub(served) as client:
+        told = await client.ModelInfo(pb.ModelInfoRequest())
+        card = pb.DrafterInfo(drafter_id="fast", kind="scripted", gamma=5)
+        assert list(told.drafters) == [card]
+        speculation = pb.SpeculationOptions(drafter=card.drafter_id)
+        said = await say(client, asked(20, speculation=speculation))
+        assert said.end().speculation.accepted > 0
+
+
+class Watched:
+    """A tokenizer, and the threads it worked in."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self.threads: list[int] = []
+        self._inner = inner
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        self.threads.append(threading.get_ident())
+        return self._inner.encode(text)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        self.threads.append(threading.get_ident())
+        return self._inner.chat(messages)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def a_chat(text: str) -> pb.Prompt:
+    return pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=text)]))
+
+
+@pytest.mark.parametrize(
+    "prompt", [lambda text: pb.Prompt(text=text), a_chat], ids=["text", "chat"]
+)
+async def test_a_long_prompt_is_encoded_beside_the_event_loop(
+    prompt: Callable[[str], pb.Prompt],
+) -> None:
+    async with front() as served, stub(served) as client:
+        watched: Any = Watched(tokenizer())
+        served.gateway.tokenizer = watched
+        for text, aside in ((PROMPT, False), ("a " * LONG_PROMPT, True)):
+            said = await say(client, asked(2, prompt=prompt(text)))
+            counted = await client.CountTokens(pb.CountTokensRequest(prompt=prompt(text)))
+            assert counted.prompt_tokens == said.started.prompt_tokens
+            assert [thread != threading.get_ident() for thread in watched.threads] == [aside] * 2
+            watched.threads.clear()
+
+
 async def test_what_the_call_wishes_reaches_the_target() -> None:
     clock = HandClock(100.0)
     keys = ring(acme=TenantLimits(max_priority=3))
@@ -414,7 +470,8 @@ async def test_a_newer_attempt_ends_the_older_one() -> None:
 async def begun(call: Any) -> None:
     """Read until the engine has the request: `started` is said before it gets it."""
     started, chunk = await call.read(), await call.read()
-    assert started.HasField("started") and chunk.HasField("chunk")
+    assert started.HasField("started")
+    assert chunk.HasField("chunk")
 
 
 async def _rest(call: Any) -> list[Any]:
@@ -449,7 +506,7 @@ async def test_a_bug_is_told_as_one_and_keeps_its_text_to_itself(
     limits = toy().limits
     gateway = Gateway(Broken(), tokenizer(), ServedModel("toy", "toy", limits))  # type: ignore[arg-type]
     async with (
-        serve_generation(gateway, KeyRing(), drain_s=0) as server,
+        serve_grpc(GenerationServicer(gateway, KeyRing()), drain_s=0) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         status, error = await refusal(say(pb_grpc.GenerationStub(channel), asked()))
@@ -505,39 +562,24 @@ async def test_a_client_that_is_lost_frees_the_engine() -> None:
         await served.freed()
 
 
-@asynccontextmanager
-async def one_server() -> AsyncIterator[grpc.aio.Server]:
-    """Stopped however the test ends: one that is only collected waits for ever."""
-    server = grpc.aio.server()
-    try:
-        yield server
-    finally:
-        await server.stop(10)
-
-
 @pytest.mark.parametrize("hangs_up", [False, True])
 async def test_a_client_that_reads_nothing_is_given_up_and_told(
     hangs_up: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A window that a few messages fill, and messages that fill it.
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-    async with front() as served, one_server() as server:
-        servicer = GenerationServicer(served.gateway, KeyRing(), stalled_s=0.05)
-        pb_grpc.add_GenerationServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", narrow) as channel:
-            client: pb_grpc.GenerationAsyncStub = pb_grpc.GenerationStub(channel)
-            sampling = {"logprobs": True, "top_logprobs": 20}
-            call: Any = client.Generate(asked(FOR_EVER, sampling=sampling))
-            await begun(call)
-            await served.freed()
-            if hangs_up:
-                call.cancel()
-            else:
-                status, error = await refusal(_rest(call))
-                assert status is grpc.StatusCode.CANCELLED
-                assert str(error) == "the client has read nothing for 0.05 s"
+    async with front(stall_timeout_s=0.05) as served, stub(served, *narrow) as client:
+        sampling = {"logprobs": True, "top_logprobs": 20}
+        call: Any = client.Generate(asked(FOR_EVER, sampling=sampling))
+        await begun(call)
+        await served.freed()
+        if hangs_up:
+            call.cancel()
+        else:
+            status, error = await refusal(_rest(call))
+            assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert isinstance(error, Overloaded)
+            assert str(error) == "the reader took nothing for 0.05 s, and its buffer is full"
     assert caplog.text == ""
 
 
@@ -612,27 +654,36 @@ async def test_a_port_in_use_is_an_error_that_names_it() -> None:
 
 
 @needs_openssl
-async def test_tls_and_client_certificates(tmp_path: Path) -> None:
-    server, server_key = certificate(tmp_path, "server")
-    caller, caller_key = certificate(tmp_path, "caller")
-    root = server.read_bytes()
-    plain = grpc.ssl_channel_credentials(root)
-    mutual = grpc.ssl_channel_credentials(root, caller_key.read_bytes(), caller.read_bytes())
-    for ca, credentials, let_in in (
-        (None, plain, True),
-        (caller, plain, False),
-        (caller, mutual, True),
+@pytest.mark.parametrize(
+    ("ca", "shown", "let_in"),
+    [
+        (None, None, True),
+        ("caller", "caller", True),
+        ("caller", None, False),
+        ("caller", "stranger", False),
+    ],
+)
+async def test_tls_and_client_certificates(
+    tmp_path: Path, ca: str | None, shown: str | None, let_in: bool
+) -> None:
+    pairs = {name: certificate(tmp_path, name) for name in ("server", "caller", "stranger")}
+    root = pairs["server"][0].read_bytes()
+    own = () if shown is None else [file.read_bytes() for file in reversed(pairs[shown])]
+    files = TlsFiles(*pairs["server"], None if ca is None else pairs[ca][0])
+    files.check()
+    async with (
+        front(tls=files) as served,
+        grpc.aio.secure_channel(
+            served.address, grpc.ssl_channel_credentials(root, *own)
+        ) as channel,
     ):
-        async with (
-            front(tls=TlsFiles(server, server_key, ca)) as served,
-            grpc.aio.secure_channel(served.address, credentials) as channel,
-        ):
-            client: pb_grpc.GenerationAsyncStub = pb_grpc.GenerationStub(channel)
-            if let_in:
-                assert (await say(client, asked(3))).ids() == expected(PROMPT, 3)
-            else:
-                status, _ = await refusal(say(client, asked(3)))
-                assert status is grpc.StatusCode.UNAVAILABLE
+        client: pb_grpc.GenerationAsyncStub = pb_grpc.GenerationStub(channel)
+        if let_in:
+            assert (await say(client, asked(3))).ids() == expected(PROMPT, 3)
+        else:
+            status, _ = await refusal(say(client, asked(3)))
+            assert status is grpc.StatusCode.UNAVAILABLE
+            assert served.asked == []
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])

@@ -426,6 +426,17 @@ def test_a_saved_tokenizer_loads(kind: str, tmp_path: Path) -> None:
     assert loaded.tokenizer_hash == tokenizer(kind).tokenizer_hash
 
 
+@any_kind
+@pytest.mark.parametrize("text", SAMPLES)
+def test_the_bytes_of_tokens_join_to_the_text(kind: str, text: str) -> None:
+    made = tokenizer(kind)
+    ids = made.encode(text)
+    spelled = b"".join(made.token_bytes(id) for id in ids).decode()
+    assert spelled in (made.decode(ids), " " + made.decode(ids))  # that space is the decoder's
+    assert made.token_bytes(made.eos_ids[0]) == b"</s>", "which no text has"
+    assert made.token_bytes(10**6) == b""
+
+
 def test_the_hash_tells_vocabularies_apart() -> None:
     hashes = {tokenizer(BYTE_LEVEL).tokenizer_hash, tokenizer(SENTENCEPIECE).tokenizer_hash}
     longer = backend(BYTE_LEVEL)

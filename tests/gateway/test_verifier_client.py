@@ -4,8 +4,6 @@ end in one status: both ends are real, and so is the wire between them."""
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -23,10 +21,11 @@ from dspark.core.errors import (
     Overloaded,
     Unavailable,
 )
+from dspark.core.replicas import Replica
 from dspark.core.requests import Finished, FinishReason, Request, Speculation
 from dspark.core.sampling import SamplingParams
 from dspark.gateway.verifier_client import VerificationClient
-from dspark.verifier.card import Replica
+from dspark.serving import TlsFiles
 from dspark.verifier.runner import EngineRunner
 
 from ..verifier.served import (
@@ -57,6 +56,7 @@ from ..verifier.toy import (
     request,
     target_only,
 )
+from .toy_front import certificate, needs_openssl
 
 
 async def at_base(of: Served) -> None:
@@ -131,25 +131,20 @@ async def test_many_at_once_and_choices_of_one() -> None:
             assert a.ids == target_only(RULE, PROMPT, 12, temperature=2.0, seed=4, choice=choice)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+@needs_openssl
 async def test_tls_on_both_ends_and_nothing_without_it(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key", tmp_path / "certificate"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ("-subj", "/CN=v", "-addext", "subjectAltName=IP:127.0.0.1")
-    subprocess.run(
-        [*command.split(), *names, "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )
-    root = certificate.read_bytes()
-    own = grpc.ssl_server_credentials(
-        [(key.read_bytes(), root)], root_certificates=root, require_client_auth=True
-    )
+    file, key = certificate(tmp_path, "verifier")
+    root = file.read_bytes()
+    other, other_key = (file.read_bytes() for file in certificate(tmp_path, "stranger"))
     knows = grpc.ssl_channel_credentials(root, key.read_bytes(), root)
-    async with served(engine(), credentials=own) as of:
+    async with served(engine(), tls=TlsFiles(file, key, file)) as of:
         async with VerificationClient(of.address, credentials=knows) as target:
             assert right(await answer(target, request("a", PROMPT, greedy(20))), 20)
-        for stranger in (None, grpc.ssl_channel_credentials(root)):
+        for stranger in (
+            None,
+            grpc.ssl_channel_credentials(root),
+            grpc.ssl_channel_credentials(root, other_key, other),
+        ):
             async with VerificationClient(of.address, credentials=stranger) as target:
                 with pytest.raises(Unavailable, match=of.address):
                     await answer(target, request("b", PROMPT, greedy(20)))
@@ -400,7 +395,7 @@ async def test_a_verifier_that_stops_lets_runs_finish_and_is_unavailable_then() 
     async with served(engine()) as of, VerificationClient(of.address) as target:
         events = target.run(request("a", PROMPT, greedy(400)))
         first = await begun(events)
-        stopping = asyncio.create_task(of.server.stop(20))
+        stopping = asyncio.create_task(of.server.drain(20))
         assert right(await rest_of(events, [first]), 400)
         await stopping
         assert isinstance(await fate(target, request("b", PROMPT, greedy(9))), Unavailable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,8 +24,9 @@ from dspark.gateway import Tokenizer
 from dspark.gateway.answers import Target
 from dspark.gateway.gateway import Gateway, ServedModel
 from dspark.gateway.keys import KeyRing
-from dspark.gateway.servicer import GenerationServer, TlsFiles, serve_generation
+from dspark.gateway.servicer import GenerationServicer
 from dspark.models.targets.backend import RaggedBatch, StepOutput
+from dspark.serving import GrpcServer, TlsFiles, serve_grpc
 from dspark.verifier.engine import Engine
 from dspark.verifier.runner import EngineRunner
 
@@ -120,7 +122,7 @@ class Front:
     gateway: Gateway
     engine: Engine
     asked: list[Request]
-    server: GenerationServer
+    server: GrpcServer
 
     @property
     def address(self) -> str:
@@ -141,18 +143,31 @@ async def front(
     port: int = 0,
     tls: TlsFiles | None = None,
     drain_s: float = 0.0,
+    stall_timeout_s: float | None = None,
     **model: Any,
 ) -> AsyncIterator[Front]:
     engine = engine or toy()
     async with EngineRunner(engine) as runner:
-        served = ServedModel("toy", "toy", engine.limits, tuple(engine.drafters), 7, **model)
+        cards = tuple(drafter.card for drafter in engine.drafters.values())
+        served = ServedModel("toy", "toy", engine.limits, cards, 7, **model)
         target = Recorder(runner)
-        gateway = Gateway(target, tokenizer(), served, engine.clock)
-        serving = serve_generation(gateway, keys or KeyRing(), port=port, tls=tls, drain_s=drain_s)
-        async with serving as server:
+        gateway = Gateway(
+            target, tokenizer(), served, engine.clock, stall_timeout_s=stall_timeout_s
+        )
+        servicer = GenerationServicer(gateway, keys or KeyRing())
+        async with serve_grpc(servicer, port=port, tls=tls, drain_s=drain_s) as server:
             yield Front(gateway, engine, target.asked, server)
 
 
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="needs ::1, which this machine has not")
 needs_openssl = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="needs openssl to make a certificate"
 )

@@ -8,15 +8,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from dspark.core.replicas import Replica, VerifierCard
 from dspark.core.requests import Committed, Finished, Request
-from dspark.verifier.card import Replica, VerifierCard
+from dspark.serving import GrpcServer, serve_grpc
 from dspark.verifier.engine import Engine
 from dspark.verifier.runner import EngineRunner
-from dspark.verifier.servicer import (
-    VerificationServer,
-    VerificationServicer,
-    serve_verification,
-)
+from dspark.verifier.servicer import VerificationServicer
 
 from .toy import (
     Answer,
@@ -60,7 +57,7 @@ class Served:
     engine: Engine
     runner: EngineRunner
     servicer: VerificationServicer
-    server: VerificationServer
+    server: GrpcServer
 
     @property
     def address(self) -> str:
@@ -77,7 +74,7 @@ async def served(
 ) -> AsyncIterator[Served]:
     async with EngineRunner(engine) as runner:
         servicer = VerificationServicer(runner, card_of(engine), replica)
-        async with serve_verification(servicer, **options) as server:
+        async with serve_grpc(servicer, **options) as server:
             yield Served(engine, runner, servicer, server)
 
 

@@ -18,12 +18,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from dspark.client.wire_client import ERROR_METADATA
 from dspark.core.errors import ConfigError
+from dspark.core.replicas import Replica
 from dspark.gateway import verifier_client
+from dspark.serving.grpc_server import MIN_PING_INTERVAL_MS
 from dspark.v1 import generation_pb2 as nouns
 from dspark.v1 import verification_pb2 as pb
 from dspark.v1 import verification_pb2_grpc as pb_grpc
-from dspark.verifier.card import Replica
-from dspark.verifier.servicer import MAX_MESSAGE_BYTES, OPTIONS
+from dspark.verifier.servicer import MAX_MESSAGE_BYTES
 
 from .served import FOR_EVER, PROMPT, ROOM, RULE, Served, V, answer, engine, right, served
 from .toy import (
@@ -483,7 +484,7 @@ async def test_a_drain_refuses_new_runs_and_lets_the_others_finish() -> None:
     async with served(engine(backend)) as of, stream_to(of) as stream, channel_to(of) as channel:
         await stream.run(a_run("runs", 200))
         await asyncio.to_thread(backend.hangs.wait)
-        await of.server.drain()
+        await of.server.refuse_new()
         await stream.run(a_run("late"))
         error = (await stream.end("late")).error
         assert error.code == nouns.ERROR_CODE_UNAVAILABLE
@@ -504,7 +505,7 @@ async def test_stopping_waits_for_runs_and_then_closes_their_streams() -> None:
         await idle.end("short")
         await stream.run(a_run("runs", 200))
         await asyncio.to_thread(backend.hangs.wait)
-        stopping = asyncio.create_task(of.server.stop(20))
+        stopping = asyncio.create_task(of.server.drain(20))
         assert await idle.call.read() is grpc.aio.EOF
         backend.go_on.set()
         assert (await stream.end("runs")).reason == LENGTH
@@ -513,13 +514,14 @@ async def test_stopping_waits_for_runs_and_then_closes_their_streams() -> None:
         await stopping
 
 
-async def test_a_stop_without_grace_cancels_what_runs() -> None:
+async def test_a_stop_without_grace_ends_what_runs() -> None:
     async with served(engine()) as of, stream_to(of) as stream:
         await stream.run(a_run("a", FOR_EVER))
         await stream.begun("a")
-        await of.server.stop(0)
-        with pytest.raises(grpc.aio.AioRpcError):
+        await of.server.drain(0)
+        with pytest.raises(grpc.aio.AioRpcError, match="this verifier has stopped") as told:
             await stream.read_on()
+        assert told.value.code() is grpc.StatusCode.UNAVAILABLE
         await at_base(of)
 
 
@@ -559,5 +561,4 @@ async def test_who_pings_too_often_is_told_to_go_and_nobody_else() -> None:
 
 
 def test_gateways_may_ping_as_often_as_they_do() -> None:
-    allowed = dict(OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"]
-    assert dict(verifier_client.OPTIONS)["grpc.keepalive_time_ms"] > allowed
+    assert dict(verifier_client.OPTIONS)["grpc.keepalive_time_ms"] > MIN_PING_INTERVAL_MS

@@ -64,6 +64,10 @@ def serve(
     model: Annotated[
         str | None, typer.Option("--model", help="As for generate.", rich_help_panel=options.TARGET)
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="transformers.", rich_help_panel=options.TARGET),
+    ] = None,
     drafter: Annotated[
         str | None,
         typer.Option("--drafter", help="ngram or none.", rich_help_panel=options.TARGET),
@@ -110,6 +114,7 @@ def serve(
             "tls.key": tls_key,
             "name": name,
             "model": model,
+            "backend": backend,
             "drafter": drafter,
             "engine.gamma": gamma,
             "engine.verify": verify,

@@ -5,29 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-from dspark.core.errors import ConfigError
-from dspark.deploy.serve_config import Listen, ServeConfig, TlsSection
+from dspark.core.replicas import VerifierCard
+from dspark.deploy.serve_config import Listen, ServeConfig
 from dspark.deploy.single import Loaded
 from dspark.gateway.gateway import Gateway, ServedModel
 from dspark.gateway.keys import KeyRing
+from dspark.gateway.metrics import Metrics, reads
 from dspark.gateway.openai.app import make_app
 from dspark.gateway.openai.door import Door
-from dspark.gateway.openai.metrics import Metrics, reads
-from dspark.gateway.openai.server import HttpServer, listen, serve_http
-from dspark.gateway.servicer import GenerationServer, TlsFiles, serve_generation
-from dspark.verifier.card import VerifierCard
+from dspark.gateway.openai.server import HttpServer, serve_http
+from dspark.gateway.servicer import GenerationServicer
+from dspark.serving import GrpcServer, TlsFiles, listen, serve_grpc
 from dspark.verifier.runner import EngineRunner
-from dspark.verifier.servicer import (
-    VerificationServer,
-    VerificationServicer,
-    serve_verification,
-)
+from dspark.verifier.servicer import VerificationServicer
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +41,9 @@ def access(config: ServeConfig) -> Access:
     Raises ConfigError for keys, certificates and addresses that cannot be had.
     """
     keys = KeyRing() if config.keys is None else KeyRing.load(config.keys)
-    tls = None if config.tls is None else _tls_files(config.tls)
+    tls = None if config.tls is None else config.tls.files()
+    if tls is not None:
+        tls.check()
     with ExitStack() as probes:  # open together: two servers may not want one port
         for where in (config.http, config.grpc, config.verification):
             if where is not None:
@@ -59,15 +56,15 @@ class Running:
     """The servers of one process. verification: None if it is off. url: of HTTP, where to call."""
 
     http: HttpServer
-    grpc: GenerationServer
-    verification: VerificationServer | None
+    grpc: GrpcServer
+    verification: GrpcServer | None
     url: str
 
     async def drain(self, grace_s: float) -> None:
         """Stop for good: nothing new is accepted, what runs has grace_s to finish, and what is left
         ends with a status. A second call with less time hurries the first."""
-        verification = [] if self.verification is None else [self.verification.stop(grace_s)]
-        await asyncio.gather(self.http.drain(grace_s), self.grpc.drain(grace_s), *verification)
+        servers = (self.http, self.grpc, self.verification)
+        await asyncio.gather(*(server.drain(grace_s) for server in servers if server is not None))
 
 
 @asynccontextmanager
@@ -79,32 +76,31 @@ async def running(config: ServeConfig, access: Access, loaded: Loaded) -> AsyncI
     tls = access.tls
     async with AsyncExitStack() as stack:
         runner = await stack.enter_async_context(EngineRunner(loaded.engine))
-        gateway = Gateway(runner, loaded.tokenizer, _served_model(config, loaded))
+        gateway = Gateway(
+            runner,
+            loaded.tokenizer,
+            _served_model(config, loaded),
+            metrics=Metrics(reads(loaded.engine)),
+            stall_timeout_s=loaded.engine.config.stall_timeout_s,
+        )
+        grpc_servers = partial(serve_grpc, tls=tls, drain_s=config.drain_s)
         verification = None
         if config.verification is not None:
+            servicer = VerificationServicer(runner, _card(config, loaded))
             verification = await stack.enter_async_context(
-                serve_verification(
-                    VerificationServicer(runner, _card(config, loaded)),
-                    _bracketed(config.verification.host),
-                    config.verification.port,
-                    credentials=None if tls is None else tls.credentials(),
-                    grace_s=config.drain_s,
-                )
+                grpc_servers(servicer, *_where(config.verification))
             )
-        door = Door()
-        app = make_app(gateway, access.keys, door, Metrics(reads(loaded.engine)), config.bounds())
         grpc = await stack.enter_async_context(
-            serve_generation(
-                gateway, access.keys, *_where(config.grpc), tls=tls, drain_s=config.drain_s
-            )
+            grpc_servers(GenerationServicer(gateway, access.keys), *_where(config.grpc))
         )
+        door, bounds = Door(), config.bounds()
+        app = make_app(gateway, access.keys, door, bounds)
         http = await stack.enter_async_context(
-            serve_http(app, door, *_where(config.http), tls=tls, config=config.bounds())
+            serve_http(app, door, *_where(config.http), tls=tls, config=bounds)
         )
         door.open()
         scheme = "http" if tls is None else "https"
-        url = f"{scheme}://{_bracketed(config.http.host)}:{http.port}"
-        yield Running(http, grpc, verification, url)
+        yield Running(http, grpc, verification, f"{scheme}://{http.address}")
 
 
 async def serve(
@@ -133,33 +129,13 @@ def _where(listen: Listen) -> tuple[str, int]:
     return listen.host, listen.port
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host  # IPv6
-
-
-def _tls_files(tls: TlsSection) -> TlsFiles:
-    """Raises ConfigError for files that cannot be read or do not belong together."""
-    ca = None if tls.client_ca is None else Path(tls.client_ca)
-    files = TlsFiles(Path(tls.certificate), Path(tls.key), ca)
-    files.credentials()  # names a file that is missing
-    try:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
-        context.load_cert_chain(files.certificate, files.key, password="")
-    except (ssl.SSLError, ValueError) as error:
-        told = getattr(error, "reason", None) or "cannot be read"
-        raise ConfigError(
-            f"tls: {tls.certificate} and {tls.key} are no certificate and its key: {told}"
-        ) from None
-    return files
-
-
 def _served_model(config: ServeConfig, loaded: Loaded) -> ServedModel:
     engine = loaded.engine
     return ServedModel(
         name=config.served_name,
         target_id=engine.target_id,
         limits=engine.limits,
-        drafters=tuple(engine.drafters),
+        drafters=tuple(drafter.card for drafter in engine.drafters.values()),
         gamma=engine.config.gamma,
         verify=engine.config.verify,
         couple_unseeded=config.couple_unseeded,

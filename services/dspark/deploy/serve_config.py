@@ -21,6 +21,7 @@ from dspark.core.errors import ConfigError
 from dspark.deploy.single import TargetConfig
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.strict_file import Strict, read_strict, told
+from dspark.serving.tls import TlsFiles
 
 PREFIX = "DSPARK_"
 # Variables of other parts of dspark.
@@ -39,7 +40,7 @@ def section(kind: type[Any], leave_out: tuple[str, ...] = ()) -> type[Strict]:
 
 
 EngineSection: Any = section(EngineConfig)
-BoundsSection: Any = section(HttpConfig, leave_out=("drain_s",))
+BoundsSection: Any = section(HttpConfig, leave_out=("stall_timeout_s", "drain_s"))
 
 
 class Listen(Strict):
@@ -55,6 +56,10 @@ class TlsSection(Strict):
     certificate: str
     key: str
     client_ca: str | None = None
+
+    def files(self) -> TlsFiles:
+        ca = None if self.client_ca is None else Path(self.client_ca)
+        return TlsFiles(Path(self.certificate), Path(self.key), ca)
 
 
 class ServeConfig(Strict):
@@ -101,7 +106,13 @@ class ServeConfig(Strict):
 
     def bounds(self) -> HttpConfig:
         """Raises ConfigError."""
-        return _made("http_bounds", HttpConfig, self.http_bounds, drain_s=self.drain_s)
+        return _made(
+            "http_bounds",
+            HttpConfig,
+            self.http_bounds,
+            stall_timeout_s=self.engine.stall_timeout_s,
+            drain_s=self.drain_s,
+        )
 
     def to_yaml(self) -> str:
         """As a file that gives this configuration again."""

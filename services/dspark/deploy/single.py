@@ -90,10 +90,11 @@ def load(
 ) -> Loaded:
     """Resolve, load and profile. profile: measure the step cost even if it is cached.
 
-    Raises ModelError.
+    Raises ModelError, and ConfigError for a KV cache beyond the memory there is.
     """
     import torch
 
+    from dspark.deploy.memory import bytes_per_token, check_kv_tokens, free_bytes
     from dspark.gateway.tokenizer import Tokenizer
     from dspark.models.targets.transformers import TransformersBackend
 
@@ -104,7 +105,12 @@ def load(
     tokenizer = Tokenizer.load(path)
     model = load_target(path, dtype=getattr(torch, config.dtype), device=config.device)
     backend = TransformersBackend(model, config.engine.block_size)
-    machine = hardware() if config.device == "cpu" else torch.cuda.get_device_name(config.device)
+    if config.device == "cpu":
+        machine, free = hardware(), free_bytes()
+    else:
+        machine = torch.cuda.get_device_name(config.device)
+        free = torch.cuda.mem_get_info(config.device)[0]
+    check_kv_tokens(config.engine, bytes_per_token(backend), free)
     threads = torch.get_num_threads()
     target = f"{path.name}-{backend.target_id}"
     file = cost_key(machine, target, config.dtype, backend.name, threads)

@@ -5,20 +5,31 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from dspark.core.errors import InvalidRequest
+from dspark.core.config import EngineConfig
+from dspark.core.drafts import DrafterCard
+from dspark.core.errors import InvalidRequest, Overloaded
 from dspark.core.requests import Limits, Request, Speculation, TokenLogprob, check_request
 from dspark.core.sampling import SamplingMode, SamplingParams
 from dspark.gateway.answers import Answer, Piece, Target, stream_answer
+from dspark.gateway.metrics import Metrics
 from dspark.gateway.prompts import Prompt
 from dspark.gateway.tokenizer import Tokenizer
 
 # Pieces of one call that wait for its reader. Behind them the choice's own buffer fills, and then
 # its sequence pauses in the engine.
 BUFFERED_PIECES = 16
+
+# Above so many characters or ids a prompt is encoded and checked in a thread: the event loop would
+# stand still for 3 ms and more.
+LONG_PROMPT = 2048
+
+# Told to a client that reads again when it is too late: it may come again at once.
+STALLED_RETRY_S = 1.0
 
 MAX_REQUEST_ID_CHARS = 128
 # A gateway counts its own replays from attempt * 2^16, in 32 bits (verification.proto).
@@ -32,7 +43,7 @@ class ServedModel:
     name: str
     target_id: str
     limits: Limits
-    drafters: tuple[str, ...] = ()
+    drafters: tuple[DrafterCard, ...] = ()
     gamma: int = 0
     verify: str = "early-stop"
     couple_unseeded: bool = False
@@ -42,7 +53,8 @@ class ServedModel:
 class Call:
     """A user's request. request_id: unique within the tenant; "" and the gateway makes one.
     deadline: a point on the gateway's clock, seconds. resume: ids that the client already holds, by
-    choice; they and the text they release are not sent again."""
+    choice; they and the text they release are not sent again. protocol: that it came by, "grpc" or
+    "http"."""
 
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -55,6 +67,7 @@ class Call:
     speculation: Speculation = field(default_factory=Speculation)
     resume: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     traceparent: str = ""
+    protocol: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +91,15 @@ class Chunk:
 
 Output = Started | Chunk | Answer
 
+A = TypeVar("A")
+R = TypeVar("R")
+
 
 class Gateway:
-    """Runs calls on a target. The servicer and the HTTP routes are two mappings onto this."""
+    """Runs calls on a target. The servicer and the HTTP routes are two mappings onto this.
+
+    metrics: where every answer is measured. stall_timeout_s: see `hand`.
+    """
 
     def __init__(
         self,
@@ -88,11 +107,42 @@ class Gateway:
         tokenizer: Tokenizer,
         model: ServedModel,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        metrics: Metrics | None = None,
+        stall_timeout_s: float | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self.clock = clock
+        self.metrics = metrics or Metrics()
         self._target = target
+        self._stall_timeout_s = stall_timeout_s or EngineConfig().stall_timeout_s
+
+    async def hand(self, writing: Awaitable[None]) -> None:
+        """Wait for a client to take what is written to it. Raises Overloaded for one that takes
+        nothing for stall_timeout_s.
+
+        The one limit for readers that stand still, whatever they came by. An engine's own of the
+        same length is for gateways: it begins behind this one, when the buffers between are full.
+        """
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await writing
+        except TimeoutError:
+            told = (
+                f"the reader took nothing for {self._stall_timeout_s:g} s, and its buffer is full"
+            )
+            raise Overloaded(told, STALLED_RETRY_S) from None
+
+    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Its ids. Raises InvalidRequest."""
+        return await self._aside(prompt.size, prompt.encode, self.tokenizer)
+
+    async def _aside(self, size: int, function: Callable[[A], R], argument: A) -> R:
+        """What a function says, in a thread where that takes so long that others would notice."""
+        if size <= LONG_PROMPT:
+            return function(argument)
+        return await asyncio.to_thread(function, argument)
 
     def requests(self, call: Call) -> list[Request]:
         """One checked request a choice. Raises InvalidRequest naming field, value and limit.
@@ -142,21 +192,23 @@ class Gateway:
         Raises the DsparkError that ended the call; the other choices are cancelled then, as they
         are when the iterator is closed early.
         """
-        requests = self.requests(call)
+        held = sum(map(len, call.resume.values()))
+        requests = await self._aside(call.prompt.size + held, self.requests, call)
         yield Started(requests[0].request_id.partition("/")[2], requests[0].prompt_ids)
-        choices = [self._choice(request) for request in requests]
+        choices = [self._choice(request, call.protocol) for request in requests]
         async with aclosing(choices[0] if len(choices) == 1 else merged(choices)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def _choice(self, request: Request) -> AsyncGenerator[Output, None]:
-        index = len(request.committed_ids)
+    async def _choice(self, request: Request, protocol: str) -> AsyncGenerator[Output, None]:
+        held = index = len(request.committed_ids)
         async with aclosing(stream_answer(self._target, self.tokenizer, request)) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield Chunk(request.choice, index, event.ids, event.text, event.logprobs)
                     index += len(event.ids)
                 else:
+                    self.metrics.answered(protocol, event.timing, len(event.token_ids) - held)
                     yield event
 
 

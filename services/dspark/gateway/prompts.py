@@ -20,6 +20,12 @@ class Prompt:
     chat: tuple[Mapping[str, str], ...] | None = None
     ids: tuple[int, ...] | None = None
 
+    @property
+    def size(self) -> int:
+        """Characters or ids, about."""
+        said = sum(len(message["content"] or "") for message in self.chat or ())
+        return said + len(self.text or "") + len(self.ids or ())
+
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Token ids. Raises InvalidRequest."""
         if self.ids is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +21,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Decoders (tokenizer.json) that read each piece by itself, but for the first, and so can be
 # streamed with one id of context.
 _PIECEWISE = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+
+
+# A byte where the vocabulary has no piece for a character.
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -46,7 +51,7 @@ class Tokenizer:
         )
         self._byte_level = _is_byte_level(backend)
         self._settles = lru_cache(maxsize=None)(self._is_settled)
-        self._bytes = lru_cache(maxsize=None)(self._token_bytes)
+        self._bytes = lru_cache(maxsize=None)(self._text_bytes)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -112,6 +117,21 @@ class Tokenizer:
             return ByteDetokenizer(self._bytes)
         return PieceDetokenizer(self.decode, self._settles)
 
+    def token_bytes(self, id: int) -> bytes:
+        """What one id stands for by itself: a special token (which a text leaves out) its name, an
+        id that is none nothing."""
+        piece = self._backend.id_to_token(id) or ""
+        if id in self.special_ids:
+            return piece.encode()
+        if self._byte_level:
+            return self._spelled(piece)
+        # After itself, since the first piece of a text may lose a leading space.
+        alone = self.decode([id])
+        text = self.decode([id, id])[len(alone) :]
+        byte = _BYTE.fullmatch(piece)
+        # Not every decoder reads such a piece as a byte.
+        return bytes.fromhex(byte[1]) if byte and piece not in text else text.encode()
+
     def _token(self, id: int) -> str | None:
         """None for what decoding leaves out."""
         return None if id in self.special_ids else self._backend.id_to_token(id)
@@ -120,12 +140,15 @@ class Tokenizer:
         token = self._token(id)
         return token is not None and not (token.startswith("<0x") and token.endswith(">"))
 
-    def _token_bytes(self, id: int) -> bytes:
-        token = self._token(id) or ""
+    def _text_bytes(self, id: int) -> bytes:
+        return self._spelled(self._token(id) or "")
+
+    def _spelled(self, piece: str) -> bytes:
+        """The bytes of a piece of byte-level BPE."""
         try:
-            return bytes([_BYTE_OF[char] for char in token])
+            return bytes([_BYTE_OF[char] for char in piece])
         except KeyError:  # an added token that was never spelled in bytes
-            return token.encode()
+            return piece.encode()
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:

@@ -17,6 +17,7 @@ import grpc
 
 from dspark.core.drafts import PROTOCOL_VERSION
 from dspark.core.errors import InvalidRequest, Unavailable
+from dspark.core.replicas import Described
 from dspark.core.requests import Event, Finished, FinishReason, Request, Usage
 from dspark.gateway.wire_verifier_client import (
     committed_from_wire,
@@ -29,7 +30,6 @@ from dspark.gateway.wire_verifier_client import (
 )
 from dspark.v1 import verification_pb2 as pb
 from dspark.v1 import verification_pb2_grpc as pb_grpc
-from dspark.verifier.card import Described
 
 if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]

@@ -61,6 +61,7 @@ def call_from_wire(
         resume[held.choice] = tuple(held.ids)
     return Call(
         prompt=prompt_from_wire(wire.prompt),
+        protocol="grpc",
         sampling=sampling_from_wire(
             wire.sampling, n=wire.n if wire.HasField("n") else 1, stop=wire.stop
         ),
@@ -145,7 +146,8 @@ def model_to_wire(gateway: Gateway) -> pb.ModelInfoResponse:
         eos_ids=tokenizer.eos_ids,
         has_chat_template=tokenizer.has_chat_template,
         drafters=[
-            pb.DrafterInfo(drafter_id=name, kind=name, gamma=model.gamma) for name in model.drafters
+            pb.DrafterInfo(drafter_id=card.drafter_id, kind=card.kind, gamma=card.gamma)
+            for card in model.drafters
         ],
         verify=model.verify,
         couple_unseeded=model.couple_unseeded,

@@ -11,12 +11,15 @@ from dspark.client.wire_client import (
     speculation_to_wire,
     usage_from_wire,
 )
-from dspark.core.drafts import DrafterCard
 from dspark.core.errors import InvalidRequest
-from dspark.core.requests import Committed, Finished, FinishReason, Limits, Request
-from dspark.v1 import drafting_pb2
+from dspark.core.replicas import Described
+from dspark.core.requests import Committed, Finished, FinishReason, Request
+from dspark.scheduling.cards_client import (
+    drafter_from_wire,
+    replica_from_wire,
+    verifier_from_wire,
+)
 from dspark.v1 import verification_pb2 as pb
-from dspark.verifier.card import Described, Replica, VerifierCard
 
 # Request id, choice, attempt.
 Name = tuple[str, int, int]
@@ -83,35 +86,10 @@ def finished_from_wire(wire: pb.Finished) -> Finished:
 
 
 def described_from_wire(wire: pb.DescribeResponse) -> Described:
-    replica, card, limits = wire.replica, wire.card, wire.card.limits
     return Described(
-        Replica(replica.replica_id, replica.address, replica.epoch),
-        VerifierCard(
-            model=card.model,
-            target_id=card.target_id,
-            tokenizer_hash=card.tokenizer_hash,
-            backend=card.backend,
-            limits=Limits(limits.vocab_size, limits.context_length, limits.kv_tokens),
-            block_size=card.block_size,
-            max_sequences=card.max_sequences,
-            max_waiting=card.max_waiting,
-        ),
-        tuple(map(_drafter_from_wire, wire.drafters)),
+        replica_from_wire(wire.replica),
+        verifier_from_wire(wire.card),
+        tuple(map(drafter_from_wire, wire.drafters)),
         wire.draining,
         wire.heartbeat_ms / 1000 or HEARTBEAT_S,
-    )
-
-
-def _drafter_from_wire(wire: drafting_pb2.DrafterCard) -> DrafterCard:
-    return DrafterCard(
-        drafter_id=wire.drafter_id,
-        kind=wire.kind,
-        gamma=wire.gamma,
-        vocab_size=wire.vocab_size,
-        target_id=wire.target_id,
-        tokenizer_hash=wire.tokenizer_hash,
-        layer_ids=tuple(wire.layer_ids),
-        feature_id=wire.feature_id,
-        feature_width=wire.feature_width,
-        protocol_version=wire.protocol_version,
     )

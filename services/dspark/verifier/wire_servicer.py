@@ -14,12 +14,12 @@ from dspark.client.wire_client import (
     speculation_from_wire,
     usage_to_wire,
 )
-from dspark.core.drafts import PROTOCOL_VERSION, DrafterCard
+from dspark.core.drafts import PROTOCOL_VERSION
 from dspark.core.errors import InvalidRequest
+from dspark.core.replicas import Described
 from dspark.core.requests import Committed, Event, FinishReason, Request, Usage
-from dspark.v1 import drafting_pb2
+from dspark.scheduling.cards_client import drafter_to_wire, replica_to_wire, verifier_to_wire
 from dspark.v1 import verification_pb2 as pb
-from dspark.verifier.card import Described
 from dspark.verifier.lines import Batch, Name, Refused, Run
 
 # Events of one message. One holds 65 tokens at most (γ = 64 and the bonus token), a token with 20
@@ -104,42 +104,11 @@ def _event_to_wire(run: Run, event: Event | Refused) -> pb.RunEvent:
 
 
 def described_to_wire(described: Described) -> pb.DescribeResponse:
-    card, replica, limits = described.card, described.replica, described.card.limits
     return pb.DescribeResponse(
         protocol_version=PROTOCOL_VERSION,
-        replica=pb.Replica(
-            replica_id=replica.replica_id, address=replica.address, epoch=replica.epoch
-        ),
-        card=pb.VerifierCard(
-            model=card.model,
-            target_id=card.target_id,
-            tokenizer_hash=card.tokenizer_hash,
-            backend=card.backend,
-            limits=pb.Limits(
-                vocab_size=limits.vocab_size,
-                context_length=limits.context_length,
-                kv_tokens=limits.kv_tokens,
-            ),
-            block_size=card.block_size,
-            max_sequences=card.max_sequences,
-            max_waiting=card.max_waiting,
-        ),
-        drafters=map(_drafter_to_wire, described.drafters),
+        replica=replica_to_wire(described.replica),
+        card=verifier_to_wire(described.card),
+        drafters=map(drafter_to_wire, described.drafters),
         draining=described.draining,
         heartbeat_ms=max(round(described.heartbeat_s * 1000), 1),
-    )
-
-
-def _drafter_to_wire(card: DrafterCard) -> drafting_pb2.DrafterCard:
-    return drafting_pb2.DrafterCard(
-        drafter_id=card.drafter_id,
-        kind=card.kind,
-        gamma=card.gamma,
-        vocab_size=card.vocab_size,
-        target_id=card.target_id,
-        tokenizer_hash=card.tokenizer_hash,
-        layer_ids=card.layer_ids,
-        feature_id=card.feature_id,
-        feature_width=card.feature_width,
-        protocol_version=card.protocol_version,
     )

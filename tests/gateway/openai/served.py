@@ -23,10 +23,11 @@ from transformers import PreTrainedTokenizerFast
 from dspark.gateway.answers import Target
 from dspark.gateway.gateway import Gateway, ServedModel
 from dspark.gateway.keys import KeyRing
-from dspark.gateway.openai import Door, HttpConfig, HttpServer, Metrics, make_app, reads, serve_http
-from dspark.gateway.servicer import TlsFiles
+from dspark.gateway.metrics import Metrics, reads
+from dspark.gateway.openai import Door, HttpConfig, HttpServer, make_app, serve_http
 from dspark.gateway.tokenizer import Tokenizer
 from dspark.models.targets.backend import RaggedBatch, StepOutput
+from dspark.serving import TlsFiles
 from dspark.verifier.engine import Engine
 from dspark.verifier.runner import EngineRunner
 
@@ -136,7 +137,6 @@ class Served:
     engine: Engine
     gateway: Gateway
     door: Door
-    metrics: Metrics
     server: HttpServer
     key: str
     loop: asyncio.AbstractEventLoop
@@ -203,6 +203,8 @@ def serve(
     target: Target | None = None,
     tls: TlsFiles | None = None,
     clock: Callable[[], float] = time.monotonic,
+    host: str = "127.0.0.1",
+    stall_timeout_s: float | None = None,
     **model: Any,
 ) -> Iterator[Served]:
     """target: instead of the engine's runner."""
@@ -211,18 +213,26 @@ def serve(
     started = threading.Event()
 
     async def run() -> None:
-        door, metrics = Door(), Metrics(reads(engine))
+        door = Door()
         bounds = config or HttpConfig(drain_s=0.2)
-        limits = {"limits": engine.limits, "drafters": tuple(engine.drafters), "gamma": 7}
+        cards = tuple(drafter.card for drafter in engine.drafters.values())
+        limits = {"limits": engine.limits, "drafters": cards, "gamma": 7}
         async with EngineRunner(engine) as runner:
             served = ServedModel("toy", "toy-target", **{**limits, **model})
-            gateway = Gateway(target or runner, tokenizer(), served, clock)
-            app = make_app(gateway, keys or KeyRing(), door, metrics, bounds)
-            async with serve_http(app, door, config=bounds, tls=tls) as server:
+            gateway = Gateway(
+                target or runner,
+                tokenizer(),
+                served,
+                clock,
+                metrics=Metrics(reads(engine)),
+                stall_timeout_s=stall_timeout_s,
+            )
+            app = make_app(gateway, keys or KeyRing(), door, bounds)
+            async with serve_http(app, door, host, config=bounds, tls=tls) as server:
                 if opened:
                     door.open()
                 loop = asyncio.get_running_loop()
-                up.append(Served(engine, gateway, door, metrics, server, key, loop))
+                up.append(Served(engine, gateway, door, server, key, loop))
                 started.set()
                 await up[0].stopping.wait()
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -19,11 +17,12 @@ import pytest
 
 from dspark.core.errors import ConfigError
 from dspark.gateway.openai import Door, HttpConfig, serve_http
-from dspark.gateway.servicer import TlsFiles
+from dspark.serving import TlsFiles, listen
 
+from ..toy_front import certificate, needs_ipv6, needs_openssl
 from .served import FOR_EVER, HeldBackend, Served, said, saying, serve, toy
 
-SHORT = HttpConfig(head_s=0.3, body_s=0.3, idle_s=1, stalled_s=0.3, drain_s=0.2)
+SHORT = HttpConfig(head_s=0.3, body_s=0.3, idle_s=1, stall_timeout_s=0.3, drain_s=0.2)
 
 
 def request_bytes(version: str = "1.1", **body: Any) -> bytes:
@@ -245,15 +244,38 @@ def test_a_client_of_the_library_that_closes_its_stream(front: Served) -> None:
     front.wait_freed(2)
 
 
-def test_a_reader_that_never_reads_is_cut_off_and_others_go_on() -> None:
-    with serve(toy(), config=SHORT) as front, front.connect(receive_bytes=4096) as stalled:
-        # Ids and log-probabilities make the stream heavy: it fills what the kernel buffers.
-        stalled.sendall(
-            request_bytes(stream=True, max_tokens=FOR_EVER, logprobs=20, return_token_ids=True)
-        )
-        for _ in range(5):
+# Ids and log-probabilities make the stream heavy: it fills what the kernel buffers.
+HEAVY: dict[str, Any] = {"stream": True, "logprobs": 20, "return_token_ids": True}
+
+
+def test_a_reader_that_comes_back_too_late_is_told() -> None:
+    with serve(toy(), stall_timeout_s=0.3) as front, front.connect(4096) as stalled:
+        stalled.sendall(request_bytes(max_tokens=FOR_EVER, **HEAVY))
+        for _ in range(3):
             alive(front)
+        front.wait_active(1)
         front.wait_freed(30)
+        time.sleep(0.7)  # the status waits longer than the call did
+        stream = read_until(stalled, b"0\r\n\r\n")
+        assert b"[DONE]" not in stream
+        last = stream.rpartition(b"event: error\ndata: ")[2].partition(b"\n")[0]
+        error = json.loads(last)["error"]
+        assert error["code"] == "rate_limit_exceeded"
+        assert error["message"] == "the reader took nothing for 0.3 s, and its buffer is full"
+        alive(front)
+
+
+def test_a_reader_that_never_comes_back_is_cut_off() -> None:
+    """In twice the time, and not before it is told to whoever comes back."""
+    config = HttpConfig(stall_timeout_s=0.3, drain_s=0.2)
+    with serve(toy(), config=config, stall_timeout_s=0.3) as front, front.connect(4096) as stalled:
+        stalled.sendall(request_bytes(max_tokens=FOR_EVER, **HEAVY))
+        front.wait_active(1)
+        front.wait_freed(30)
+        gone = 'route="/v1/completions",status="200"'
+        while gone not in httpx.get(front.url + "/metrics").text:
+            time.sleep(0.01)
+        assert b"event: error" not in read_all(stalled)
         alive(front)
 
 
@@ -332,32 +354,37 @@ async def nobody(scope: Any, receive: Any, send: Any) -> None:
 # --- TLS
 
 
-def certificate(directory: Path, name: str) -> tuple[Path, Path]:
-    """Signed by itself, for 127.0.0.1; and its key."""
-    pem, key = directory / f"{name}.pem", directory / f"{name}.key"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", f"/CN={name}"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-newkey", "ec"),
-            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-keyout", str(key), "-out", str(pem)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return pem, key
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_tls_and_client_certificates(tmp_path: Path) -> None:
-    pem, key = certificate(tmp_path, "server")
-    caller, caller_key = certificate(tmp_path, "caller")
-    with serve(tls=TlsFiles(pem, key, client_ca=caller)) as front:
+@needs_openssl
+@pytest.mark.parametrize("shown", ["caller", None, "stranger"])
+def test_tls_and_client_certificates(tmp_path: Path, shown: str | None) -> None:
+    pairs = {name: certificate(tmp_path, name) for name in ("server", "caller", "stranger")}
+    with serve(tls=TlsFiles(*pairs["server"], client_ca=pairs["caller"][0])) as front:
         url = f"https://{front.server.address}/v1/models"
-        trust = ssl.create_default_context(cafile=str(pem))
-        with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
-            httpx.get(url, verify=trust)
-        trust.load_cert_chain(caller, caller_key)
-        assert httpx.get(url, verify=trust).status_code == 200
+        trust = ssl.create_default_context(cafile=str(pairs["server"][0]))
+        if shown is not None:
+            trust.load_cert_chain(*pairs[shown])
+        if shown == "caller":
+            assert httpx.get(url, verify=trust).status_code == 200
+        else:
+            with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
+                httpx.get(url, verify=trust)
+
+
+@needs_ipv6
+def test_an_ipv6_address_has_brackets() -> None:
+    with serve(host="::1") as front:
+        assert front.server.address == f"[::1]:{front.server.port}"
+        assert httpx.get(f"http://{front.server.address}/readyz").status_code == 200
+
+
+@needs_ipv6
+async def test_an_ipv6_port_in_use_is_named() -> None:
+    with (
+        listen("::1", 0) as taken,
+        pytest.raises(ConfigError, match=rf"address: \[::1\]:{taken.getsockname()[1]} cannot"),
+    ):
+        async with serve_http(nobody, Door(), "::1", taken.getsockname()[1]):
+            pass
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])

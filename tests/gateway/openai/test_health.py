@@ -50,14 +50,16 @@ def test_figures_add_up() -> None:
         def at(name: str, **labels: str) -> float:
             return seen[name, frozenset(labels.items())]
 
-        requests = "dspark_http_requests_total"
-        assert at(requests, route="/v1/completions", status="200") == 4
-        assert at(requests, route="/v1/completions", status="400") == 1
-        assert at(requests, route="/v1/models/", status="404") == 1
-        assert at(requests, route="other", status="404") == 1
-        assert at("dspark_http_requests_in_flight") == 1  # this one
-        assert at("dspark_time_to_first_token_seconds_count") == 4
-        assert at("dspark_time_per_output_token_seconds_count") == 4
+        def requests(route: str, status: str) -> float:
+            return at("dspark_requests_total", protocol="http", route=route, status=status)
+
+        assert requests("/v1/completions", "200") == 4
+        assert requests("/v1/completions", "400") == 1
+        assert requests("/v1/models/", "404") == 1
+        assert requests("other", "404") == 1
+        assert at("dspark_requests_in_flight", protocol="http") == 1  # this one
+        assert at("dspark_time_to_first_token_seconds_count", protocol="http") == 4
+        assert at("dspark_time_per_output_token_seconds_count", protocol="http") == 4
         assert at("dspark_tokens_total", kind="generated") == 3 * 40 + 7
         for stage in ("drafted", "verified", "accepted"):
             told = sum(usage["speculation"][stage] for usage in usages)

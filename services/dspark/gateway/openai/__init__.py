@@ -3,17 +3,13 @@
 from dspark.gateway.openai.app import make_app
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.openai.door import Door, DoorState
-from dspark.gateway.openai.metrics import EngineReading, Metrics, reads
 from dspark.gateway.openai.server import HttpServer, serve_http
 
 __all__ = [
     "Door",
     "DoorState",
-    "EngineReading",
     "HttpConfig",
     "HttpServer",
-    "Metrics",
     "make_app",
-    "reads",
     "serve_http",
 ]

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from dspark.core.errors import DsparkError
 from dspark.gateway.gateway import Gateway
 from dspark.gateway.openai.config import HttpConfig
+from dspark.gateway.openai.counted import Counted
 from dspark.gateway.openai.door import Door
 from dspark.gateway.openai.errors import Failure, Refused, failure
-from dspark.gateway.openai.metrics import Counted, Metrics
 from dspark.gateway.openai.render import ChatRendering, CompletionRendering
 from dspark.gateway.openai.routes import Completions, Front, Keys, Pages, page
 from dspark.gateway.openai.schema import ChatRequest, CompletionRequest
@@ -40,27 +40,18 @@ def make_app(
     gateway: Gateway,
     keys: Keys,
     door: Door,
-    metrics: Metrics | None = None,
     config: HttpConfig | None = None,
 ) -> FastAPI:
     """keys: who may call. door: whether anybody may now; whoever serves opens it."""
-    metrics = metrics or Metrics()
-    front = Front(
-        gateway,
-        keys,
-        door,
-        metrics,
-        config or HttpConfig(),
-        TokenTexts(gateway.tokenizer),
-        int(time.time()),
-    )
+    texts = TokenTexts(gateway.tokenizer)
+    front = Front(gateway, keys, door, config or HttpConfig(), texts, int(time.time()))
     pages = Pages(front)
     chat = Completions(front, ChatRequest, ChatRendering, "chatcmpl")
     completions = Completions(front, CompletionRequest, CompletionRendering, "cmpl")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(metrics.watch_loop())
+        watching = asyncio.create_task(gateway.metrics.watch_loop())
         try:
             yield
         finally:
@@ -88,7 +79,7 @@ def make_app(
             HTTPException: told_by_router,
         },
     )
-    app.add_middleware(Counted, metrics=metrics, routes=ROUTES)
+    app.add_middleware(Counted, metrics=gateway.metrics, routes=ROUTES)
     return app
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
@@ -22,11 +22,19 @@ EVENTS = "text/event-stream; charset=utf-8"
 class Reply:
     """What was sent of a response, and so what can still be sent.
 
-    A client of HTTP/1.0 knows no chunks: its stream is kept and sent whole.
+    hand: waits for a client to take more of a stream, and raises where it does not. A client of
+    HTTP/1.0 knows no chunks: its stream is kept and sent whole.
     """
 
-    def __init__(self, send: Send, http_version: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        send: Send,
+        http_version: str,
+        headers: Mapping[str, str],
+        hand: Callable[[Awaitable[None]], Awaitable[None]],
+    ) -> None:
         self._send = send
+        self._hand = hand
         self._headers = headers
         self._kept: list[bytes] | None = [] if http_version == "1.0" else None
         self._begun = self._ended = False
@@ -38,6 +46,9 @@ class Reply:
 
     async def events(self, data: bytes, *, last: bool = False) -> None:
         """More of a stream, which the first call begins. Waits while the client does not read."""
+        await self._hand(self._events(data, last))
+
+    async def _events(self, data: bytes, last: bool) -> None:
         if self._kept is not None:
             self._kept.append(data)
             if last:
@@ -46,15 +57,16 @@ class Reply:
         if not self._begun:
             # No proxy may hold back what is streamed.
             await self._start(200, EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._ended = last
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._ended = last  # not before: a client that does not take it may still be told why
 
     async def fail(self, failure: Failure) -> None:
-        """The status, or in a stream that has begun its last event."""
+        """The status, or in a stream that has begun its last event, which waits for the client as
+        long as its connection does."""
         if self._ended:
             return
         if self._begun or self._kept:
-            await self.events(error_event(failure.body), last=True)
+            await self._events(error_event(failure.body), last=True)
         else:
             await self.json(failure.status, failure.body, failure.headers)
 

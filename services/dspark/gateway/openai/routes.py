@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import time
@@ -23,16 +22,11 @@ from dspark.gateway.openai.body import JSON, read_body
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.openai.door import Door, DoorState
 from dspark.gateway.openai.errors import ClientGone, failure
-from dspark.gateway.openai.metrics import Metrics
 from dspark.gateway.openai.render import Head, Rendering, Shown, dumps
 from dspark.gateway.openai.reply import Reply, attended
 from dspark.gateway.openai.schema import Asked, parse
 from dspark.gateway.openai.tokens import TokenTexts
 from dspark.gateway.prompts import Prompt
-
-# Above so many characters or ids a prompt is encoded and checked in a thread: the event loop would
-# stand still for 3 ms and more.
-LONG_PROMPT = 2048
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -67,7 +61,6 @@ class Front:
     gateway: Gateway
     keys: Keys
     door: Door
-    metrics: Metrics
     config: HttpConfig
     texts: TokenTexts
     created: int
@@ -103,7 +96,8 @@ class Completions(Generic[Asked]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front, request, id = self._front, Request(scope, receive), secrets.token_hex(12)
         arrived = front.gateway.clock()
-        reply = Reply(send, scope["http_version"], {"x-request-id": id})
+        headers = {"x-request-id": id}
+        reply = Reply(send, scope["http_version"], headers, front.gateway.hand)
         try:
             front.door.check()
             caller = front.caller(request)
@@ -112,6 +106,7 @@ class Completions(Generic[Asked]):
                 front.check_model(asked.model)
                 call = Call(
                     prompt=Prompt(),
+                    protocol="http",
                     sampling=asked.sampling,
                     request_id=id,
                     tenant=caller.name,
@@ -158,27 +153,17 @@ class Completions(Generic[Asked]):
         self, call: Call, prompt: int, shown: Shown, caller: Caller
     ) -> AsyncGenerator[Output, None]:
         """Chunks and answers to one prompt, with the choices' numbers in the whole; what they cost
-        is spent, and how they went is measured."""
-        gateway, metrics = self._front.gateway, self._front.metrics
+        is spent."""
         first = prompt * shown.n
-        async with aclosing(gateway.generate(await self._encoded(call))) as outputs:
+        async with aclosing(self._front.gateway.generate(call)) as outputs:
             async for output in outputs:
                 if isinstance(output, Started):
                     shown.prompts[prompt] = output.prompt_ids
                     caller.spend(len(output.prompt_ids))
                     continue
-                if isinstance(output, Answer):
-                    metrics.answered(output)
-                else:
+                if isinstance(output, Chunk):
                     caller.spend(len(output.ids))
                 yield replace(output, choice=first + output.choice) if first else output
-
-    async def _encoded(self, call: Call) -> Call:
-        """The call, or if its prompt is long the same with ids, checked once already."""
-        if size(call.prompt) <= LONG_PROMPT:
-            return call
-        requests = await asyncio.to_thread(self._front.gateway.requests, call)
-        return replace(call, prompt=Prompt(ids=requests[0].prompt_ids))
 
 
 async def stream(
@@ -194,12 +179,6 @@ async def stream(
             await reply.events(data + rendering.last(answers) if last else data, last=last)
         elif isinstance(output, Chunk) and (data := rendering.delta(output)):
             await reply.events(data)
-
-
-def size(prompt: Prompt) -> int:
-    """Characters or ids, about."""
-    said = sum(len(message["content"] or "") for message in prompt.chat or ())
-    return said + len(prompt.text or "") + len(prompt.ids or ())
 
 
 def traceparent(request: Request) -> str:
@@ -230,7 +209,7 @@ class Pages:
         return page({"status": state}, 200 if state is DoorState.READY else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._front.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._front.gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _card(self) -> dict[str, Any]:
         model = self._front.gateway.model
@@ -241,7 +220,7 @@ class Pages:
             "owned_by": "dspark",
             "max_model_len": model.limits.sequence_tokens,
             "target_id": model.target_id,
-            "drafters": model.drafters,
+            "drafters": [drafter.drafter_id for drafter in model.drafters],
             "gamma": model.gamma,
             "verify": model.verify,
         }

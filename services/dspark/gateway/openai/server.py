@@ -23,12 +23,10 @@ from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.openai.door import Door
 from dspark.gateway.openai.errors import Refused, failure
 from dspark.gateway.openai.render import dumps
-from dspark.gateway.servicer import TlsFiles
+from dspark.serving import TlsFiles, address_of, listen
 
 # Of a request line and its headers; other servers have 8 to 64 KiB.
 HEAD_BYTES = 64 * 2**10
-# Connections that wait to be accepted.
-BACKLOG = 2048
 # Seconds after the drain for the last statuses to leave.
 FAREWELL_S = 2.0
 
@@ -96,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        self._read_due.set(self.bounds.stalled_s, self.abort)
+        self._read_due.set(self.bounds.cut_off_s, self.abort)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -156,7 +154,7 @@ class HttpServer:
 
     def __init__(self, server: _Uvicorn, door: Door, host: str, listener: socket.socket) -> None:
         self.port: int = listener.getsockname()[1]
-        self.address = f"{host}:{self.port}"
+        self.address = address_of(host, self.port)
         self._server = server
         self._door = door
         self._serving = asyncio.create_task(server.serve([listener]))
@@ -206,7 +204,6 @@ async def serve_http(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=config.idle_s,
-        backlog=BACKLOG,
         **({} if tls is None else tls_settings(tls)),
     )
     try:
@@ -228,24 +225,3 @@ def tls_settings(tls: TlsFiles) -> dict[str, Any]:
     if tls.client_ca is not None:
         settings |= {"ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return settings
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Raises ConfigError."""
-    try:
-        family, kind, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind)
-        try:
-            # A port whose last connections are still closing can be had; one that is served cannot.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, OverflowError) as error:
-        told = f"address: {host}:{port} cannot be listened on: {error}"
-        raise ConfigError(told) from error
-    return listener

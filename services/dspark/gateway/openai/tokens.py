@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from functools import lru_cache
 from typing import Any
 
 from dspark.core.requests import TokenLogprob
-from dspark.gateway.text import ByteDetokenizer, Detokenizer
+from dspark.gateway.text import Detokenizer
 from dspark.gateway.tokenizer import Tokenizer
 
 # For a token that cannot come, whose log-probability JSON has no number for; OpenAI's value.
@@ -16,16 +15,13 @@ LOWEST = -9999.0
 # Ids whose texts are kept: more than the vocabularies that are served have.
 KEPT_TEXTS = 2**18
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
 
 class TokenTexts:
     """What one id says by itself, special tokens (which an answer's text leaves out) included."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_level = isinstance(tokenizer.detokenizer(), ByteDetokenizer)
-        self.data = lru_cache(KEPT_TEXTS)(self._data)
+        self.data = lru_cache(KEPT_TEXTS)(tokenizer.token_bytes)
 
     def text(self, id: int) -> str:
         r"""Bytes that are no text by themselves read `bytes:\xf0\x9f`, as OpenAI writes them."""
@@ -40,20 +36,6 @@ class TokenTexts:
 
     def detokenizer(self) -> Detokenizer:
         return self._tokenizer.detokenizer()
-
-    def _data(self, id: int) -> bytes:
-        # Private: what a token is below the text has no name in the tokenizer's interface yet.
-        piece = self._tokenizer._backend.id_to_token(id) or ""
-        if id in self._tokenizer.special_ids:
-            return piece.encode()
-        if self._byte_level:
-            return self._tokenizer._token_bytes(id)
-        # After itself, since the first piece of a text may lose a leading space.
-        alone = self._tokenizer.decode([id])
-        text = self._tokenizer.decode([id, id])[len(alone) :]
-        byte = _BYTE.fullmatch(piece)
-        # Not every decoder reads such a piece as a byte.
-        return bytes.fromhex(byte[1]) if byte and piece not in text else text.encode()
 
 
 def chat_logprobs(

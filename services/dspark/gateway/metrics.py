@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dspark.core.requests import SpeculationFigures
-from dspark.gateway.answers import Answer
-from dspark.gateway.openai.errors import CLIENT_GONE
+from dspark.gateway.answers import Timing
 
 if TYPE_CHECKING:
     from dspark.verifier.engine import Engine
@@ -83,25 +81,28 @@ class Metrics:
     def __init__(self, read_engine: ReadEngine | None = None) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
-            "dspark_http_requests",
-            f"HTTP requests by route and status; {CLIENT_GONE}: the client hung up",
-            ("route", "status"),
+            "dspark_requests",
+            "Requests by protocol, route and status",
+            ("protocol", "route", "status"),
             registry=self.registry,
         )
         self._inside = Gauge(
-            "dspark_http_requests_in_flight",
-            "HTTP requests that have no whole response yet",
+            "dspark_requests_in_flight",
+            "Requests that have no whole response yet",
+            ("protocol",),
             registry=self.registry,
         )
         self._first_token = Histogram(
             "dspark_time_to_first_token_seconds",
             "From a choice's start to its first token",
+            ("protocol",),
             buckets=FIRST_TOKEN_BUCKETS,
             registry=self.registry,
         )
         self._token = Histogram(
             "dspark_time_per_output_token_seconds",
             "Mean time of a choice's tokens after the first",
+            ("protocol",),
             buckets=TOKEN_BUCKETS,
             registry=self.registry,
         )
@@ -114,23 +115,23 @@ class Metrics:
         if read_engine is not None:
             self.registry.register(EngineCollector(read_engine))
 
-    def answered(self, answer: Answer) -> None:
-        """A choice ended well."""
-        if not answer.token_ids:
-            return
-        self._first_token.observe(answer.timing.ttft_s)
-        if len(answer.token_ids) > 1:
-            self._token.observe(answer.timing.tpot_s)
+    def answered(self, protocol: str, timing: Timing, tokens: int) -> None:
+        """A choice ended well. tokens: that it made, those it was resumed with not counted."""
+        if tokens > 0:
+            self._first_token.labels(protocol).observe(timing.ttft_s)
+        if tokens > 1:
+            self._token.labels(protocol).observe(timing.tpot_s)
 
     @contextmanager
-    def request(self, route: str) -> Iterator[Responding]:
-        """One HTTP request, from its headers to the end of its response."""
-        responding = Responding()
-        with self._inside.track_inprogress():
+    def request(self, protocol: str, route: str, gone: str) -> Iterator[Responding]:
+        """One request, from its begin to the end of its response. gone: the status of one whose
+        client hung up."""
+        responding = Responding(gone)
+        with self._inside.labels(protocol).track_inprogress():
             try:
                 yield responding
             finally:
-                self._requests.labels(route, str(responding.status)).inc()
+                self._requests.labels(protocol, route, responding.status).inc()
 
     async def watch_loop(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Measures until it is cancelled."""
@@ -145,39 +146,9 @@ class Metrics:
 
 @dataclass(slots=True)
 class Responding:
-    """status: of a response that has begun."""
+    """status: of the response, once it is known."""
 
-    status: int = CLIENT_GONE
-
-
-class Counted:
-    """ASGI middleware: counts requests by route and status. routes: those that have a name of their
-    own; a path ends in "/" for all below it. Others are together, since anybody can invent paths.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: tuple[str, ...]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        with self._metrics.request(self._route(scope["path"])) as responding:
-
-            async def watched(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    responding.status = message["status"]
-                await send(message)
-
-            await self._app(scope, receive, watched)
-
-    def _route(self, path: str) -> str:
-        for route in self._routes:
-            if path == route or (route.endswith("/") and path.startswith(route)):
-                return route
-        return "other"
+    status: str
 
 
 class EngineCollector(Collector):

@@ -1,0 +1,175 @@
+"""What gateways, verifiers and drafters say to the scheduler, over any of its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from dspark.client.wire_client import ERROR_METADATA, error_from_rpc
+from dspark.core.errors import Unavailable
+from dspark.core.leases import Lease, LeaseRequest
+from dspark.core.plans import Plan
+from dspark.core.replicas import DrafterLoad, Member, Pool
+from dspark.core.reports import Report
+from dspark.scheduler import StepCost
+from dspark.scheduler.central import Registration
+from dspark.scheduling.wire_client import (
+    lease_from_wire,
+    lease_request_to_wire,
+    lease_to_wire,
+    load_to_wire,
+    member_from_wire,
+    plan_from_wire,
+    pool_to_wire,
+    register_to_wire,
+    report_to_wire,
+)
+from dspark.v1 import scheduling_pb2 as pb
+from dspark.v1 import scheduling_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+# Seconds for an answer to a call that nobody's request waits for.
+CALL_S = 1.0
+# Seconds that a request waits for its lease; then its gateway chooses by itself (design.md §5).
+LEASE_S = 0.05
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+class SchedulingClient:
+    """`async with SchedulingClient(["host:port", …]) as scheduler: ...`
+
+    addresses: of replicas, all alike; a call that one cannot answer makes the next call go to the
+    next one. Every method may raise Unavailable, which its caller lives with.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], *, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        if not addresses:
+            raise ValueError("a scheduler needs at least one address")
+        self._addresses = tuple(addresses)
+        self._credentials = credentials
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: list[pb_grpc.SchedulingAsyncStub] = []
+        self._at = 0
+
+    async def __aenter__(self) -> SchedulingClient:
+        for address in self._addresses:
+            channel = (
+                grpc.aio.insecure_channel(address, OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, OPTIONS)
+            )
+            self._channels.append(channel)
+            self._stubs.append(pb_grpc.SchedulingStub(channel))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.gather(*(channel.close(None) for channel in self._channels))
+
+    async def register(self, member: Member, step_cost: StepCost | None) -> Registration:
+        """Raises ModelError for a card that does not fit the cluster, InvalidRequest."""
+        told = await self._call("Register", register_to_wire(member, step_cost))
+        return Registration(
+            told.epoch,
+            told.heartbeat_ms / 1000,
+            told.ttl_ms / 1000,
+            told.plan_interval_ms / 1000,
+        )
+
+    async def heartbeat(
+        self,
+        replica_id: str,
+        epoch: int,
+        *,
+        draining: bool = False,
+        leases: Sequence[Lease] = (),
+        load: DrafterLoad | None = None,
+    ) -> bool:
+        """Whether it is wanted to drain. Raises NotFound (register again), Fenced (stop)."""
+        request = pb.HeartbeatRequest(
+            replica_id=replica_id,
+            epoch=epoch,
+            draining=draining,
+            leases=map(lease_to_wire, leases),
+            drafter_load=None if load is None else load_to_wire(load),
+        )
+        return bool((await self._call("Heartbeat", request)).drain)
+
+    async def leave(self, replica_id: str, epoch: int) -> None:
+        await self._call("Leave", pb.LeaveRequest(replica_id=replica_id, epoch=epoch))
+
+    async def acquire(self, request: LeaseRequest, timeout_s: float = LEASE_S) -> Lease:
+        """Raises Overloaded, DeadlineExceeded, NotFound, InvalidRequest."""
+        told = await self._call("AcquireLease", lease_request_to_wire(request), timeout_s)
+        return lease_from_wire(told.lease)
+
+    async def release(self, lease_ids: Collection[str]) -> None:
+        await self._call("ReleaseLeases", pb.ReleaseLeasesRequest(lease_ids=lease_ids))
+
+    async def watch(self, pools: Collection[Pool] = ()) -> AsyncIterator[tuple[Member, ...]]:
+        """Members now, and after each change."""
+        call: Any = self._stub.Watch(pb.WatchRequest(pools=map(pool_to_wire, pools)))
+        try:
+            async for response in call:
+                yield tuple(map(member_from_wire, response.members))
+        except grpc.aio.AioRpcError as error:
+            raise self._told(error) from error
+        finally:
+            call.cancel()
+        raise Unavailable("the scheduler ended the stream")
+
+    async def follow(self, reports: AsyncIterator[Report]) -> AsyncIterator[Plan]:
+        """Send reports as they come, and give plans as they come. The first report opens it."""
+        call: Any = self._stub.Follow(report_to_wire(report) async for report in reports)
+        try:
+            async for plan in call:
+                yield plan_from_wire(plan)
+        except grpc.aio.AioRpcError as error:
+            raise self._told(error) from error
+        finally:
+            call.cancel()
+        raise Unavailable("the scheduler ended the stream")
+
+    @property
+    def _stub(self) -> pb_grpc.SchedulingAsyncStub:
+        return self._stubs[self._at]
+
+    async def _call(self, method: str, request: Any, timeout_s: float = CALL_S) -> Any:
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._told(error) from error
+
+    def _told(self, error: grpc.aio.AioRpcError) -> Exception:
+        """What an error says; after one of the replica's own the next call goes to the next."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not _said_by_server(error):
+            self._at = (self._at + 1) % len(self._stubs)
+            return Unavailable("the scheduler did not answer in time")
+        told = error_from_rpc(error)
+        if isinstance(told, Unavailable):
+            self._at = (self._at + 1) % len(self._stubs)
+        return told
+
+
+def _said_by_server(error: grpc.aio.AioRpcError) -> bool:
+    metadata: Any = error.trailing_metadata() or ()
+    return any(name == ERROR_METADATA for name, _ in metadata)

@@ -1,0 +1,140 @@
+"""A replica's place in the cluster: it registers, beats, and begins again whenever it is forgotten.
+
+All of it may fail for any length of time: who is a member serves on, and this tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+
+from dspark.core.errors import DsparkError, Fenced, NotFound, Unavailable
+from dspark.core.leases import Lease
+from dspark.core.replicas import DrafterLoad, Member
+from dspark.scheduler import StepCost
+from dspark.scheduler.central import Registration
+from dspark.scheduler.central.outage import Outage
+from dspark.scheduling.client import SchedulingClient
+
+log = logging.getLogger(__name__)
+
+# Seconds between two tries to reach a scheduler: doubled each time, with chance, up to the last.
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+
+
+async def _nothing(_: Registration) -> None:
+    return
+
+
+class Membership:
+    """`async with Membership(scheduler, member): ...`
+
+    member: its epoch is not read. step_cost: a verifier's profile. alive: runs for as long as one
+    life lasts, and is cancelled with it. leases: a gateway's. load: a drafter's. on_drain: called
+    once when an operator wants this replica to drain. on_fenced: called when a newer life of this
+    replica has registered; then this one is over. epoch: of this life, 0 before the first.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulingClient,
+        member: Member,
+        step_cost: StepCost | None = None,
+        *,
+        alive: Callable[[Registration], Awaitable[None]] = _nothing,
+        leases: Callable[[], Sequence[Lease]] = tuple,
+        load: Callable[[], DrafterLoad | None] = lambda: None,
+        on_drain: Callable[[], None] = lambda: None,
+        on_fenced: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = 0
+        self.draining = False
+        self.outage = Outage("the scheduler", log)
+        self._scheduler = scheduler
+        self._member = member
+        self._step_cost = step_cost
+        self._alive = alive
+        self._leases = leases
+        self._load = load
+        self._on_drain = on_drain
+        self._on_fenced = on_fenced
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def replica_id(self) -> str:
+        return self._member.replica.replica_id
+
+    async def __aenter__(self) -> Membership:
+        self._task = asyncio.create_task(self._live())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        if self.epoch:
+            try:
+                await self._scheduler.leave(self.replica_id, self.epoch)
+            except DsparkError as gone:
+                log.debug("could not leave, the time to live will: %s", gone)
+
+    async def _live(self) -> None:
+        """One life after another, until one is fenced."""
+        wait_s = FIRST_RETRY_S
+        while True:
+            try:
+                told = await self._scheduler.register(self._member, self._step_cost)
+                self.epoch = told.epoch
+                self.outage.back(self._clock())
+                log.info("%s is registered, epoch %d", self.replica_id, told.epoch)
+                wait_s = FIRST_RETRY_S
+                await self._one_life(told)
+            except Fenced as error:
+                log.error("%s: %s", self.replica_id, error)
+                self._on_fenced()
+                return
+            except NotFound:
+                log.info("%s is not known any more: it registers again", self.replica_id)
+            except DsparkError as error:
+                self.outage.away(self._clock(), error)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, LAST_RETRY_S)
+
+    async def _one_life(self, told: Registration) -> None:
+        """Until the scheduler does not know this life any more."""
+        work = asyncio.ensure_future(self._alive(told))
+        try:
+            while True:
+                await self._beat()
+                await asyncio.sleep(told.heartbeat_s)
+        finally:
+            work.cancel()
+            await asyncio.wait((work,))
+
+    async def _beat(self) -> None:
+        try:
+            drain = await self._scheduler.heartbeat(
+                self.replica_id,
+                self.epoch,
+                draining=self.draining,
+                leases=self._leases(),
+                load=self._load(),
+            )
+        except Unavailable as error:  # the next one tells whether it was forgotten meanwhile
+            self.outage.away(self._clock(), error)
+            return
+        self.outage.back(self._clock())
+        if drain and not self.draining:
+            self.draining = True
+            self._on_drain()
