@@ -63,16 +63,23 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers: [1, heads, B, hd] in, [1, B, heads, hd] out.
 
-    Layers that share another layer's cache (Gemma 4) read the donor's and must not write.
+    Layers that share another layer's cache (Gemma 4) read the donor's and must not write. Rows
+    beyond the step's tokens are padding (`PackedLinear`) and come back as zeros.
     """
     layer = module.layer_idx
+    rows, B = query.shape[2], len(dspark_step.slots)
+    if rows > B:
+        query, key, value = query[:, :, :B], key[:, :, :B], value[:, :, :B]
     if getattr(module, "is_kv_shared_layer", False):
         layer = donor_layer(module.config, layer)
     else:
         dspark_step.kv.write(layer, key[0], value[0], dspark_step.slots, dspark_step.unused)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return dspark_step(layer, query[0], scaling, sliding_window, softcap).unsqueeze(0), None
+    out = dspark_step(layer, query[0], scaling, sliding_window, softcap)
+    if rows > B:
+        out = functional.pad(out, (0, 0, 0, 0, 0, rows - B))
+    return out.unsqueeze(0), None
 
 
 def donor_layer(config: Any, layer: int) -> int:

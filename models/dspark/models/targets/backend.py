@@ -71,6 +71,11 @@ class Backend(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    @property
+    def kv_bytes(self) -> int:
+        """Of the blocks that are allocated, written or not; known after the first forward."""
+        ...
+
     def allocate(self, blocks: int) -> None:
         """Make room for `blocks` KV blocks, forgetting any before."""
         ...

@@ -16,7 +16,7 @@ from dspark.models.targets.attention import PaddedAttention, StepAttention, atte
 from dspark.models.targets.backend import RaggedBatch, StepOutput
 from dspark.models.targets.features import FeatureProjection
 from dspark.models.targets.kv import PagedKV
-from dspark.models.targets.packed import can_pack, pack_linears
+from dspark.models.targets.packed import can_pack, pack_linears, padded_rows
 
 ATTENTION_NAME = "dspark"
 
@@ -39,7 +39,8 @@ class TransformersBackend:
         self._model = model.eval().requires_grad_(False)
         self._decoder: Any = model.base_model
         self.target_id = _fingerprint(model, self._config)
-        if can_pack(model.device, model.dtype):
+        self._packed = can_pack(model.device, model.dtype)
+        if self._packed:
             pack_linears(model)
         self._head: Any = model.get_output_embeddings()
         self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
@@ -80,6 +81,10 @@ class TransformersBackend:
     def context_length(self) -> int:
         return int(self._config.max_position_embeddings)
 
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv.nbytes
+
     def allocate(self, blocks: int) -> None:
         self._kv = PagedKV(blocks, self.block_size)
 
@@ -105,18 +110,24 @@ class TransformersBackend:
         taps = _Taps(self._decoder.layers, self._wanted_layers(batch))
         with taps, _flushed_denormals():
             hidden = self._decoder(
-                input_ids=torch.from_numpy(batch.token_ids).to(self.device)[None].long(),
-                position_ids=torch.from_numpy(batch.positions).to(self.device)[None].long(),
+                input_ids=self._rows(batch.token_ids)[None],
+                position_ids=self._rows(batch.positions)[None],
                 use_cache=False,
                 dspark_step=self._attention(batch),
             ).last_hidden_state[0]
         rows = batch.logit_rows
-        if not np.array_equal(rows, np.arange(len(hidden))):
-            hidden = hidden[torch.from_numpy(rows).to(self.device)]
-        logits = self._head(hidden)
+        if not np.array_equal(rows, np.arange(len(batch.token_ids))):
+            hidden = hidden[self._rows(rows)]
+        logits = self._head(hidden)[: len(rows)]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return StepOutput(logits.float(), self._features(batch, taps.hidden))
+
+    def _rows(self, values: np.ndarray) -> torch.Tensor:
+        """int64 of one value a row, on the device; rows that pad them repeat the first."""
+        rows = torch.from_numpy(values).to(self.device).long()
+        more = padded_rows(len(values)) - len(values) if self._packed and len(values) else 0
+        return torch.cat((rows, rows[:1].expand(more))) if more else rows
 
     def _wanted_layers(self, batch: RaggedBatch) -> set[int]:
         if not len(batch.feature_rows):
