@@ -29,6 +29,7 @@ from dspark.cli.bench.load import (
     Usage,
     apply,
     arrivals,
+    busy_until,
     closed_loop,
     open_loop,
     timed,
@@ -283,6 +284,20 @@ class Gated:
             await self.changed.wait_for(enough)
 
 
+def test_a_closed_loop_counts_until_its_first_user_is_idle() -> None:
+    """Two users, three asks: the one who is done at 4 s idles; the other goes on until 9 s."""
+
+    def answered(due: float, *times: float) -> Answered:
+        return Answered(due, tuple((t, 1) for t in times), Usage(1, len(times)))
+
+    answers = [answered(0.0, 1.0, 2.0), answered(2.1, 3.0, 4.0), answered(0.0, 3.0, 6.0, 9.0)]
+    assert busy_until(answers) == 4.0
+    part = Slice(tuple(answers), 9.0, 4.0, 0.01)
+    assert part.counted_tokens == 5
+    assert part.throughput == 5 / 4
+    assert part.tokens == 7
+
+
 async def test_a_closed_loop_keeps_so_many_in_flight() -> None:
     @asynccontextmanager
     async def gate(endpoint: Gated) -> AsyncIterator[None]:
@@ -502,7 +517,7 @@ def a_slice(seconds: float, prompt_tokens: int = 10) -> Slice:
     answers = [
         Answered(0.0, ((seconds / 2, 1), (seconds, 3)), Usage(prompt_tokens, 4)) for _ in range(2)
     ]
-    return Slice(tuple(answers), seconds, 0.01)
+    return Slice(tuple(answers), seconds, seconds, 0.01)
 
 
 def cells_of(loads: list[Load], prompt_tokens: int = 10) -> list[Cell]:

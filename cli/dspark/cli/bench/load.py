@@ -102,10 +102,12 @@ Load = Closed | Open
 @dataclass(frozen=True, slots=True)
 class Slice:
     """What one load on one endpoint gave. seconds: from the first request to the last token.
+    counted_s: seconds from the first request on in which tokens are counted for the throughput.
     client_s: CPU seconds that making the load took."""
 
     answers: tuple[Answered, ...]
     seconds: float
+    counted_s: float
     client_s: float
 
     @property
@@ -113,9 +115,15 @@ class Slice:
         return sum(answer.usage.completion_tokens for answer in self.answers)
 
     @property
+    def counted_tokens(self) -> int:
+        end = min(answer.due for answer in self.answers) + self.counted_s
+        chunks = (chunk for answer in self.answers for chunk in answer.arrivals)
+        return sum(tokens for time, tokens in chunks if time <= end)
+
+    @property
     def throughput(self) -> float:
         """Answer tokens a second."""
-        return self.tokens / self.seconds
+        return self.counted_tokens / self.counted_s
 
 
 async def apply(
@@ -130,10 +138,21 @@ async def apply(
     burnt = time.process_time()
     if isinstance(load, Closed):
         answers = await closed_loop(endpoint, asks, load.users, clock)
+        end = busy_until(answers)
     else:
         answers = await open_loop(endpoint, asks, arrivals(load.rate, len(asks), seed), clock)
-    seconds = max(a.ended for a in answers) - min(a.due for a in answers)
-    return Slice(tuple(answers), seconds, time.process_time() - burnt)
+        end = max(a.ended for a in answers)
+    began = min(a.due for a in answers)
+    seconds = max(a.ended for a in answers) - began
+    return Slice(tuple(answers), seconds, end - began, time.process_time() - burnt)
+
+
+def busy_until(answers: Sequence[Answered]) -> float:
+    """When a closed loop's first user has nothing more to ask: from there on fewer than all are at
+    it, for a while that is longer the more the answers' speeds differ."""
+    last_asked = max(answer.due for answer in answers)
+    ends = [answer.ended for answer in answers]
+    return min((end for end in ends if end > last_asked), default=max(ends))
 
 
 async def closed_loop(

@@ -28,6 +28,8 @@ RULES = (
     "ttft_s runs from the request (in an open loop from when it was due) to the first token, and "
     "tpot_s from the first token to the last, over the tokens after the first",
     "tokens_per_s_per_user is 1 / the median tpot_s",
+    "throughput counts the tokens of a closed loop until its first user has nothing more to ask, "
+    "of an open loop until the last token",
     "each prompt begins with a line that no other has, so that no prefix cache answers for the "
     "model; every arm gets the same prompts in a round",
     "arms take turns, forwards and backwards; those that wait are stopped (SIGSTOP); the first "
@@ -93,7 +95,9 @@ def figures(slices: Sequence[Slice]) -> dict[str, Any]:
         "requests": len(answers),
         "prompt_tokens": sum(answer.usage.prompt_tokens for answer in answers),
         "completion_tokens": sum(part.tokens for part in slices),
-        "throughput_tokens_per_s": sum(part.tokens for part in slices) / seconds,
+        "throughput_tokens_per_s": (
+            sum(part.counted_tokens for part in slices) / sum(part.counted_s for part in slices)
+        ),
         "throughput_by_round": [part.throughput for part in slices],
         "tokens_per_s_per_user": 1 / tpot["p50"] if tpot["p50"] else None,
         "ttft_s": percentiles([answer.ttft_s for answer in answers]),
