@@ -24,6 +24,7 @@ from dspark.models.verification import sample_from_support
 from dspark.scheduler import Policy
 from dspark.verifier.batcher import Item
 from dspark.verifier.drafting import survival
+from dspark.verifier.guidance import Guidance
 from dspark.verifier.judging import judge_step
 from dspark.verifier.planning import StepPlan, StepPlanner
 from dspark.verifier.sequence import DraftInHand, Sequence
@@ -109,12 +110,18 @@ class Retrospective(StepPlanner):
         return StepPlan([n], P, R, P + R + n, 0, self.cost.current.seconds(P, R, P + R + n, 0))
 
 
+def alone() -> Guidance:
+    """No scheduler, no plan."""
+    return Guidance(lambda: 0.0)
+
+
 def ours(policy: str = "early-stop") -> StepPlanner:
-    return StepPlanner(still_cost(COST), Policy.parse(policy), max_tokens=16)
+    return StepPlanner(still_cost(COST), Policy.parse(policy), max_tokens=16, guidance=alone())
 
 
 def retrospective() -> StepPlanner:
-    return Retrospective(still_cost(COST), Policy.parse("early-stop"), max_tokens=16)
+    policy = Policy.parse("early-stop")
+    return Retrospective(still_cost(COST), policy, max_tokens=16, guidance=alone())
 
 
 # --- the planner and the rules, draft by draft ----------------------------------------------------
@@ -279,9 +286,8 @@ def test_a_small_promise_is_dropped_only_where_that_cannot_anticipate(
 ) -> None:
     """x₁ promises 4 % of Θ. Dropping it looks at the whole block's gain, so a drawn block keeps it:
     Algorithm 1 alone decides there."""
-    planner = StepPlanner(
-        still_cost({1: 1.0, 2: 1.8 / 1.04, 3: 9.0}), Policy.parse("early-stop"), max_tokens=8
-    )
+    cost = still_cost({1: 1.0, 2: 1.8 / 1.04, 3: 9.0})
+    planner = StepPlanner(cost, Policy.parse("early-stop"), max_tokens=8, guidance=alone())
     sequence = a_sequence()
     draft = replace(draft_of((B, A)), looks_back_only=looks_back_only)
     sequence.draft = in_hand(1, draft)

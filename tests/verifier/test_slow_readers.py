@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dspark.core.errors import ConfigError, DeadlineExceeded, Overloaded, Unavailable
-from dspark.core.requests import Committed, FinishReason
+from dspark.core.requests import Committed, Finished, FinishReason
 from dspark.core.sampling import SamplingParams
 from dspark.verifier.runner import EngineRunner
 
@@ -286,13 +286,22 @@ async def test_a_buffer_holds_what_it_may_and_no_more(size: int) -> None:
 
 
 async def test_the_end_fits_into_a_full_buffer() -> None:
-    """The last token fills it, and then comes the word that it was the last."""
+    """The last token fills it, and then comes the word that it was the last. Nothing is read before
+    that, so the buffer is full whoever is faster."""
     async with runner_of(8) as runner:
-        events = runner.run(request("slow", prompt(9), greedy(9)))
-        commits = [await begun(events)]
+        line = runner.line()
+        line.start(request("slow", prompt(9), greedy(8)))
+        line.finish()
         await ahead(runner, 20)
         assert runner.engine.idle
-        assert (await rest_of(events, commits)).ids == target_only(RULE, prompt(9), 9)
+        told = Answer()
+        while (batch := await line.next()) is not None:
+            for _, event in batch.events:
+                assert isinstance(event, Committed | Finished)
+                told.take(event)
+        line.close()
+        assert told.ids == target_only(RULE, prompt(9), 8)
+        assert told.reason is FinishReason.LENGTH
 
 
 async def test_who_never_reads_is_told_why_it_ended() -> None:

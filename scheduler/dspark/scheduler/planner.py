@@ -205,9 +205,10 @@ def capacity(
     return int(lengths.sum())
 
 
-def scaled(K: int, R_then: int, R_now: int) -> int:
-    """K made for R_then ≥ 1 requests, for R_now: the same tokens a request, halves rounded up."""
-    return (2 * K * R_now + R_then) // (2 * R_then)
+def scaled(K: int, R_then: float, R_now: int) -> int:
+    """K made for R_then > 0 requests (a mean, if need be), for R_now: the same tokens a request,
+    halves rounded up."""
+    return int((2 * K * R_now + R_then) // (2 * R_then))
 
 
 def saving(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dspark.core.config import EngineConfig
+from dspark.scheduler.fair_queue import FairQueue, Waiting
 from dspark.verifier.blocks import digest
 from dspark.verifier.kv_cache import KVCache
 from dspark.verifier.sequence import Sequence
@@ -32,34 +33,71 @@ class Item:
 
 
 def rank(sequence: Sequence) -> tuple[int, int]:
-    """Who is served first: higher priority, then earlier arrival."""
+    """Who keeps its place first: higher priority, then earlier arrival."""
     return -sequence.state.request.priority, sequence.state.arrival
 
 
 class Batcher:
     """Waiting and running sequences. Running ones keep their blocks between steps.
 
-    A paused one is in no step and takes no room in one, so readers that stand still keep nobody
-    out: it does not count to `max_sequences`, and its blocks are the first to be taken.
+    Those that wait come in by tenants' shares, counted in tokens. A paused one is in no step and
+    takes no room in one, so readers that stand still keep nobody out: it does not count to
+    `max_sequences`, and its blocks are the first to be taken.
     """
 
     def __init__(self, cache: KVCache, config: EngineConfig) -> None:
-        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._cache = cache
         self._config = config
+        self._queue: FairQueue[Sequence] = FairQueue()
+        self._paused: dict[Sequence, None] = {}
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._queue) + len(self._paused)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In no order; paused ones, which nothing is done for, among them."""
+        return [*self._queue, *self._paused]
 
     def add(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=rank)
+        """It waits from now on. What it costs is what it has to compute; what it then commits is
+        charged as it comes."""
+        self._wait(sequence, sequence.state.uncomputed)
+
+    def _wait(self, sequence: Sequence, cost: int) -> None:
+        request = sequence.state.request
+        self._queue.push(
+            request.tenant, cost, sequence, request.priority, arrival=sequence.state.arrival
+        )
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out wherever it is; its blocks go back."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
+        if sequence in self._paused:
+            del self._paused[sequence]
+        elif not self._queue.remove(sequence):
             self.running.remove(sequence)
         self._cache.release(sequence)
+
+    def pause(self, sequence: Sequence) -> None:
+        """It keeps its place, be it in a step or in the queue, and is not served."""
+        if self._queue.remove(sequence):
+            self._paused[sequence] = None
+
+    def go_on(self, sequence: Sequence) -> None:
+        if sequence in self._paused:
+            del self._paused[sequence]
+            self.add(sequence)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """A tenant was served so many tokens of answers."""
+        self._queue.charge(tenant, tokens)
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Of the tokens admitted while more wait than can run; a tenant left out has share 1."""
+        self._queue.set_shares(shares)
 
     def compose(self) -> list[Item]:
         """The next step: every decoding sequence, then prefill chunks, then draft room."""
@@ -92,19 +130,22 @@ class Batcher:
         if room <= 0:
             return
         being_computed = {self._next_block(s) for s in going if s.state.uncomputed > 1}
-        held_back = 0
-        for sequence in [s for s in self.waiting if not s.paused]:
-            if self._shares_next_block(sequence, being_computed):
-                held_back += 1
-            elif self._attach(sequence):
-                self.waiting.remove(sequence)
+        held_back: list[Waiting[Sequence]] = []
+        try:
+            while room and self._queue and len(held_back) < HELD_BACK:
+                held_back.append(self._queue.pop())
+                sequence = held_back[-1].item
+                if self._shares_next_block(sequence, being_computed):
+                    continue
+                if not self._attach(sequence):
+                    break
+                held_back.pop()
                 self.running.append(sequence)
                 being_computed.add(self._next_block(sequence))
                 room -= 1
-            else:
-                return
-            if not room or held_back == HELD_BACK:
-                return
+        finally:
+            for waiting in reversed(held_back):
+                self._queue.put_back(waiting)
 
     def _going(self) -> list[Sequence]:
         return [sequence for sequence in self.running if not sequence.paused]
@@ -151,7 +192,10 @@ class Batcher:
         self.running.remove(sequence)
         self._cache.release(sequence)
         sequence.draft = None
-        self.add(sequence)
+        if sequence.paused:
+            self._paused[sequence] = None
+        else:
+            self._wait(sequence, 0)  # charged when it came in, and for what it committed
 
     def _with_draft_room(self, items: list[Item]) -> list[Item]:
         """Give each draft in hand room in tokens and blocks, first come first served."""

@@ -23,6 +23,7 @@ from dspark.core.drafts import (
 from dspark.core.sampling import SamplingMode
 from dspark.models.verification import check_support
 from dspark.verifier.features import FeatureCache
+from dspark.verifier.guidance import Guidance
 from dspark.verifier.sequence import DraftInHand, Sequence
 
 # A drafter that answers NEED_CONTEXT twice for one round has lost more than a window.
@@ -58,6 +59,8 @@ class DraftDesk:
         features: FeatureCache,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        guidance: Guidance | None = None,
     ) -> None:
         self.faults: Counter[str] = Counter()
         self.received = 0
@@ -67,17 +70,34 @@ class DraftDesk:
         self._features = features
         self._vocab_size = vocab_size
         self._clock = clock
+        self._guidance = guidance or Guidance(clock)
 
     def ask(self, sequences: Seq[Sequence]) -> None:
-        """One call to each drafter for all its sequences; replies land in `sequence.draft`."""
+        """One call to each drafter for all its sequences; replies land in `sequence.draft`. Where
+        the scheduler's budget is short, those go first whose drafts save most."""
         by_drafter: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             by_drafter.setdefault(sequence.drafter, []).append(sequence)
-        for name, asking in by_drafter.items():
+        for name, wanting in by_drafter.items():
+            asking = self._affordable(name, wanting)
+            if not asking:
+                continue
             before = self.spent_s
             self._ask_one(self._drafters[name], asking)
             spent = self.spent_s - before
             self.draft_s[name] = 0.9 * self.draft_s.get(name, spent) + 0.1 * spent
+
+    def _affordable(self, drafter: str, wanting: list[Sequence]) -> list[Sequence]:
+        wanted = sum(map(_block, wanting))
+        left = self._guidance.affordable(drafter, wanted)
+        if left >= wanted:
+            return wanting
+        asking = []
+        for sequence in sorted(wanting, key=_worth, reverse=True):
+            if (block := _block(sequence)) <= left:
+                left -= block
+                asking.append(sequence)
+        return asking
 
     def _ask_one(self, drafter: Drafter, asking: list[Sequence]) -> None:
         for _ in range(CONTEXT_RETRIES):
@@ -134,7 +154,7 @@ class DraftDesk:
             features=features,
             output_position=state.outputs,
             sampling=sampling,
-            gamma=min(sequence.gamma, state.draft_room),
+            gamma=_block(sequence),
             traceparent=state.request.traceparent,
         )
 
@@ -148,10 +168,14 @@ class DraftDesk:
             return
         self.received += 1
         draft = replace(reply, ids=tuple(map(int, reply.ids)))  # NumPy's integers end here
+        card = self._drafters[sequence.drafter].card
+        temperatures = self._guidance.temperatures(
+            card.drafter_id, request.sampling.mode, len(draft.ids)
+        )
         sequence.draft = DraftInHand(
             number=self.received,
             draft=draft,
-            survival=survival(draft.confidence_logits, np.ones(len(draft.ids))),
+            survival=survival(draft.confidence_logits, temperatures),
         )
         if len(sequence.draft.survival) < len(draft.ids):
             self.faults["bad confidence"] += 1
@@ -192,3 +216,13 @@ class DraftDesk:
                 self._drafters[sequence.drafter].close(sequence.session)
             except Exception:  # the same distrust on the way out
                 self.faults["raised"] += 1
+
+
+def _block(sequence: Sequence) -> int:
+    """Draft tokens that a sequence asks for."""
+    return min(sequence.gamma, sequence.state.draft_room)
+
+
+def _worth(sequence: Sequence) -> float:
+    """Seconds that its drafts save a round, those nobody knows yet before all others."""
+    return float("inf") if sequence.saving_s is None else sequence.saving_s

@@ -36,10 +36,12 @@ from dspark.verifier.batcher import Batcher, Item
 from dspark.verifier.drafting import DraftDesk
 from dspark.verifier.figures import Figures, Stopwatch
 from dspark.verifier.flatten import flatten
+from dspark.verifier.guidance import Guidance
 from dspark.verifier.judging import Outcome, judge_step
 from dspark.verifier.kv_cache import KVCache
 from dspark.verifier.planning import StepPlan, StepPlanner
 from dspark.verifier.sequence import Sequence
+from dspark.verifier.tally import Crowd, FinishedDraft, Tally, TenantCrowd
 
 Key = tuple[str, int]
 EngineEvent = tuple[Key, Event]
@@ -71,12 +73,19 @@ class Engine:
         )
         self.cache = KVCache(backend, config.kv_blocks)
         self.drafters = dict(drafters or {})
-        self.desk = DraftDesk(self.drafters, self.cache.features, backend.vocab_size)
-        self.planner = StepPlanner(cost, Policy.parse(config.verify), config.max_step_tokens)
+        self.guidance = Guidance(clock)
+        self.desk = DraftDesk(
+            self.drafters, self.cache.features, backend.vocab_size, guidance=self.guidance
+        )
+        self.planner = StepPlanner(
+            cost, Policy.parse(config.verify), config.max_step_tokens, self.guidance
+        )
         self._backend = backend
         self._batcher = Batcher(self.cache, config)
         self._eos_ids = frozenset(eos_ids)
         self.clock = clock
+        self._tally: Tally | None = None  # until somebody asks for it
+        self._seen_through = 0
         self._rng = rng or np.random.default_rng()
         self._sequences: dict[Key, Sequence] = {}
         self._arrivals = 0
@@ -129,9 +138,9 @@ class Engine:
                 request.attempt,
                 f"is not newer than attempt {running.state.request.attempt}, which is running",
             )
-        if len(self._batcher.waiting) >= self.config.max_waiting:
+        if len(self._batcher) >= self.config.max_waiting:
             raise Overloaded(
-                f"{len(self._batcher.waiting)} requests are waiting, the limit is "
+                f"{len(self._batcher)} requests are waiting, the limit is "
                 f"{self.config.max_waiting}",
                 self.config.retry_after_s,
             )
@@ -184,11 +193,16 @@ class Engine:
         if sequence is None or paused == sequence.paused:
             return
         sequence.paused_at = self.clock() if paused else None
+        if paused:
+            self._batcher.pause(sequence)
+        else:
+            self._batcher.go_on(sequence)
 
     def step(self) -> list[EngineEvent]:
         """Run one step; returns what was committed and what ended since the last call."""
         clock = Stopwatch()
         self._end_what_is_over()
+        self._batcher.set_shares(self.guidance.shares)
         items = self._batcher.compose()
         if items:
             step = self.planner.plan(items)
@@ -198,7 +212,10 @@ class Engine:
             with clock.lap("argmax"):
                 argmax = argmax_rows(output.logits)
             verdicts = judge_step(items, step.lengths, output.logits, argmax)
-            self.planner.learn(items, step, clock.laps["forward"] + clock.laps["argmax"])
+            seconds = clock.laps["forward"] + clock.laps["argmax"]
+            self.planner.learn(items, step, seconds)
+            if self._tally is not None:
+                self._tally.add_step(step.R, step.P, step.context, seconds - step.seconds)
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
             self._ask_for_drafts(items, step)
@@ -269,17 +286,58 @@ class Engine:
         if item.decoding and index:
             drafted = 0 if sequence.draft is None else len(sequence.draft.draft.ids)
             figures = SpeculationFigures(1, drafted, verified, accepted)
+        self._tally_round(sequence, min(verified, verdict.accepted + 1, stand), accepted, stand)
         sequence.draft = None
         sequence.round += 1
         ids = verdict.ids[:stand]
         if sequence.counts is not None:
             sequence.counts = sequence.counts.after(ids)
+        self._batcher.charge(state.request.tenant, stand)
         state.figures += figures
         self.figures.add_commit(stand, figures, verdict.fallbacks)
         event = Committed(index, ids, verdict.logprobs[:stand], figures, state.cached or 0)
         self._events.append((state.key, event))
         if state.finish is not None:
             self._finish(sequence)
+
+    def _tally_round(self, sequence: Sequence, judged: int, accepted: int, committed: int) -> None:
+        """What the scheduler is told of a round: its verdict is in, so its draft may be."""
+        if self._tally is None:
+            return
+        request = sequence.state.request
+        self._tally.add_tokens(request.tenant, committed)
+        draft = sequence.draft
+        if draft is None:
+            return
+        self._seen_through = max(self._seen_through, draft.number)
+        self._tally.drafts.append(
+            FinishedDraft(
+                number=draft.number,
+                tenant=request.tenant,
+                drafter_id=sequence.drafter,
+                mode=request.sampling.mode,
+                logits=draft.draft.confidence_logits,
+                survival=draft.survival,
+                judged=judged,
+                accepted=min(accepted, judged),
+            )
+        )
+
+    def take_tally(self) -> tuple[Tally, Crowd]:
+        """What was seen since the last call, and who is here now: a report's two halves. The first
+        call begins it."""
+        tally, self._tally = self._tally or Tally(self.clock()), Tally(self.clock())
+        tenants: dict[str, TenantCrowd] = {}
+        for queued, sequences in ((False, self._batcher.running), (True, self._batcher.waiting)):
+            for sequence in sequences:
+                request = sequence.state.request
+                crowd = tenants.get(request.tenant, TenantCrowd())
+                tenants[request.tenant] = TenantCrowd(
+                    crowd.active + (not queued),
+                    crowd.queued + queued,
+                    crowd.floor_tps + (0.0 if queued else request.floor_tps),
+                )
+        return tally, Crowd(self.clock(), self._seen_through, self.cache.pool.available, tenants)
 
     def _ask_for_drafts(self, items: Seq[Item], step: StepPlan) -> None:
         share = 1 / max(step.R, 1)

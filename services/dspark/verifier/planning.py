@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark.core.drafts import MAX_GAMMA
+from dspark.core.plans import Directions
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler import (
     OnlineStepCost,
@@ -14,11 +16,13 @@ from dspark.scheduler import (
     PolicyKind,
     capacity,
     plan,
+    probe_interval,
     saving,
     scaled,
     worth_drafting,
 )
 from dspark.verifier.batcher import Item
+from dspark.verifier.guidance import Guidance
 from dspark.verifier.sequence import Sequence
 
 # Weight of the newest round in a request's mean saving.
@@ -26,6 +30,10 @@ SAVING_RATE = 0.2
 # A step cost is known to a few percent, and judging drafts is not in it; promises smaller than this
 # share of Θ lost 4 % on chat prompts at R = 4 (docs/results). Only where looking ahead is free.
 SMALLEST_GAIN = 0.05
+# What one level of priority multiplies the weight of a request's tokens by, and the levels that
+# count: Θ is told who matters more, but not that the others do not matter.
+PRIORITY_WEIGHT = 1.5
+PRIORITY_LEVELS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +71,19 @@ def free_to_look_ahead(item: Item) -> bool:
 
 
 class StepPlanner:
-    """Plans each step, and learns what drafts are worth from steps whose verdicts are in."""
+    """Plans each step, and learns what drafts are worth from steps whose verdicts are in.
 
-    def __init__(self, cost: OnlineStepCost, policy: Policy, max_tokens: int) -> None:
+    guidance: the scheduler's numbers where the barrier lets them in. guided_plans: steps that used
+    them. local_plans: steps whose capacity K could not come from the past.
+    """
+
+    def __init__(
+        self, cost: OnlineStepCost, policy: Policy, max_tokens: int, guidance: Guidance
+    ) -> None:
         self.cost = cost
+        self.guided_plans = 0
         self.local_plans = 0
+        self._guidance = guidance
         self._default = policy
         self._max_tokens = max_tokens
         self._past: PastDrafts | None = None
@@ -79,6 +95,8 @@ class StepPlanner:
         P = sum(item.tokens for item in items if not item.decoding)
         R = len(decoding)
         context = sum(item.sequence.state.computed for item in items)
+        directions = self._guidance.directions(_oldest_bound(decoding))
+        self.guided_plans += directions is not None
         lengths: dict[int, int] = {}
         by_policy: dict[Policy, list[Item]] = {}
         for item in decoding:
@@ -95,7 +113,9 @@ class StepPlanner:
                 len(group),
                 context,
                 policy,
-                capacity=self._usable_capacity(group) if policy.kind is PolicyKind.TOP_K else None,
+                capacity=self._capacity(policy, group, directions),
+                caps=_caps(group, directions),
+                weights=_weights(group, directions),
                 lookahead=lookahead,
                 max_tokens=self._max_tokens,
             )
@@ -124,11 +144,20 @@ class StepPlanner:
         asked = sequence.state.request.speculation.verify
         return self._default if asked is None else Policy.parse(asked)
 
+    def _capacity(
+        self, policy: Policy, group: list[Item], directions: Directions | None
+    ) -> int | None:
+        if not _is_joint(policy):
+            return None
+        if directions is not None and directions.capacity is not None and directions.requests > 0:
+            return scaled(directions.capacity, directions.requests, len(group))
+        return self._usable_capacity(group) if policy.kind is PolicyKind.TOP_K else None
+
     def _usable_capacity(self, group: list[Item]) -> int | None:
         """The past's K for this many requests, or None where a draft in hand is older than it."""
         past = self._past
-        drafts = [item.sequence.draft for item in group if item.sequence.draft is not None]
-        if past is None or any(d.number <= past.seen_through for d in drafts):
+        oldest = _oldest_bound(group)
+        if past is None or (oldest is not None and oldest <= past.seen_through):
             self.local_plans += 1
             return None
         R = len(past.survivals)
@@ -162,11 +191,14 @@ class StepPlanner:
             self._past = PastDrafts([*survivals, *without], step.P, step.context, newest)
 
     def worth_asking(self, sequence: Sequence, draft_s: float, step: StepPlan) -> bool:
-        """Draft at all: while drafts save more than they cost, and now and then to see again. A
-        fixed or threshold policy is taken at its word."""
+        """Draft at all: while drafts save more than they cost and the scheduler's plan wants them,
+        and now and then to see again. A fixed or threshold policy is taken at its word."""
         policy = self._policy(sequence)
         if not _is_joint(policy):
             return policy.kind is not PolicyKind.NONE
+        if self._guidance.bypasses(sequence.state.request.tenant):
+            interval = probe_interval(draft_s, step.seconds, max(step.R, 1))
+            return sequence.rounds_unasked >= interval
         return worth_drafting(
             sequence.saving_s, draft_s, step.seconds, sequence.rounds_unasked, max(step.R, 1)
         )
@@ -174,6 +206,33 @@ class StepPlanner:
 
 def _is_joint(policy: Policy) -> bool:
     return policy.kind in (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
+
+
+def _oldest_bound(items: list[Item]) -> int | None:
+    """Number of the oldest draft in hand that the barrier is there for."""
+    bound = [
+        item.sequence.draft.number
+        for item in items
+        if item.sequence.draft is not None and not free_to_look_ahead(item)
+    ]
+    return min(bound, default=None)
+
+
+def _caps(group: list[Item], directions: Directions | None) -> list[int] | None:
+    if directions is None or not directions.caps:
+        return None
+    return [directions.caps.get(item.sequence.state.request.tenant, MAX_GAMMA) for item in group]
+
+
+def _weights(group: list[Item], directions: Directions | None) -> list[float] | None:
+    """What a token of each request counts; None where all count the same."""
+    by_tenant = directions.weights if directions is not None else {}
+    weights = []
+    for item in group:
+        request = item.sequence.state.request
+        level = max(-PRIORITY_LEVELS, min(request.priority, PRIORITY_LEVELS))
+        weights.append(by_tenant.get(request.tenant, 1.0) * PRIORITY_WEIGHT**level)
+    return weights if len(set(weights)) > 1 else None
 
 
 def _admissible(item: Item) -> NDArray[np.float64]:

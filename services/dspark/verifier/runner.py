@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from types import TracebackType
+from typing import TypeVar
 
 from dspark.core.errors import Overloaded, Unavailable
 from dspark.core.requests import Event, Finished, Request
@@ -22,6 +23,7 @@ from dspark.verifier.lines import Batch, Line, Refused, Run
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Command = Callable[[], None]
 Events = list[tuple[Run, Event | Refused]]
 
@@ -89,6 +91,25 @@ class EngineRunner:
         """A reader's own way to start and follow any number of runs; it has to be closed."""
         assert self._loop is not None, "the runner is not started"
         return Line(self)
+
+    async def between_steps(self, look: Callable[[Engine], T]) -> T:
+        """What `look` says of the engine, called on the engine's thread between two steps. Raises
+        Unavailable once the runner is stopped, and what `look` raises."""
+        assert self._loop is not None, "the runner is not started"
+        if self._closed:
+            raise Unavailable("the engine is stopped")
+        told: asyncio.Future[T] = self._loop.create_future()
+
+        def answer() -> None:
+            try:
+                found = look(self.engine)
+            except Exception as error:  # the asker's, not the engine's
+                self._call(_settle, told, None, error)
+            else:
+                self._call(_settle, told, found, None)
+
+        self._commands.put(answer)
+        return await told
 
     def submit(self, run: Run) -> None:
         if self._closed:
@@ -208,6 +229,15 @@ class EngineRunner:
 def _put(by_line: dict[Line, Events], steps: int) -> None:
     for line, events in by_line.items():
         line.put(Batch(events, steps))
+
+
+def _settle(told: asyncio.Future[T], found: T, error: Exception | None) -> None:
+    if told.done():  # nobody waits any more
+        return
+    if error is None:
+        told.set_result(found)
+    else:
+        told.set_exception(error)
 
 
 def _beat(lines: Iterable[Line], steps: int) -> None:

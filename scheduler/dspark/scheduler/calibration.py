@@ -1,0 +1,269 @@
+"""Live calibration: temperatures of confidence logits, refitted from verdicts while serving.
+
+A `CalibrationState` is a value: verdict counts go in, a state comes out, and once in a while a
+`refit` gives a `Calibration` of the next version. The fit, and why trimming does not bias it:
+`sts.py`. Verdicts of every other report are kept apart: a temperature is fitted on one half and
+replaces the one in use only if the other half, which it has not seen, says that it is better. The
+halves go by the golden ratio, not by parity: no rhythm of reports puts one verifier's all in one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.core.drafts import MAX_GAMMA
+from dspark.core.errors import ConfigError, InvalidRequest
+from dspark.core.plans import Calibration, CalibrationTable
+from dspark.core.reports import CONFIDENCE_BINS, VerdictCounts
+from dspark.core.sampling import SamplingMode
+from dspark.scheduler.sts import BIN_LOGITS, MIN_VERDICTS, confidence, fit_counts, log_likelihood
+
+FloatArray = NDArray[np.float64]
+Key = tuple[str, SamplingMode]
+
+# Seconds after which a verdict counts half: long enough for MIN_VERDICTS at a few tokens a second,
+# short enough to follow a change of traffic within the hour.
+HALF_LIFE_S = 600.0
+# The same for the newest window, which drift is measured on.
+WINDOW_HALF_LIFE_S = 30.0
+# A table is replaced where the other half's gain is above its own noise (standard errors) and worth
+# a new version: 1e-4 nats a verdict is about 0.6 points of confidence at 0.8.
+MIN_SIGMAS = 2.0
+MIN_GAIN = 1e-4
+# Streams with fewer verdicts than this left are dropped.
+FORGOTTEN = 0.5
+
+# Where a stream's counts are: [3, 2, γ, bins], each of them reached and accepted.
+FIT, JUDGE, WINDOW = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationState:
+    """calibration: in use. reports: taken in so far. streams: by drafter and mode, counts float64
+    [3, 2, γ, bins], read-only, forgotten exponentially."""
+
+    calibration: Calibration = field(default_factory=lambda: Calibration(0))
+    reports: int = 0
+    streams: Mapping[Key, FloatArray] = field(default_factory=lambda: MappingProxyType({}))
+
+    def to_json(self) -> str:
+        tables = [
+            {"drafter_id": t.drafter_id, "mode": t.mode.value, "temperatures": t.temperatures}
+            for t in self.calibration.tables
+        ]
+        streams = [
+            {"drafter_id": drafter_id, "mode": mode.value, "counts": counts.tolist()}
+            for (drafter_id, mode), counts in self.streams.items()
+        ]
+        return json.dumps(
+            {
+                "version": self.calibration.version,
+                "tables": tables,
+                "reports": self.reports,
+                "streams": streams,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> CalibrationState:
+        """Strict: anything but what `to_json` writes raises `ConfigError`."""
+        try:
+            data = json.loads(text)
+            tables = tuple(
+                CalibrationTable(
+                    t["drafter_id"], SamplingMode(t["mode"]), tuple(map(float, t["temperatures"]))
+                )
+                for t in data["tables"]
+            )
+            calibration = Calibration(int(data["version"]), tables)
+            streams = {
+                (str(s["drafter_id"]), SamplingMode(s["mode"])): _sound(s["counts"])
+                for s in data["streams"]
+            }
+            check_calibration(calibration)
+            reports = int(data["reports"])
+            if reports < 0:
+                raise ValueError(f"reports: {reports} is below 0")
+        except (ValueError, TypeError, LookupError, OverflowError, InvalidRequest) as error:
+            raise ConfigError(f"calibration state: {error!r}"[:300]) from None
+        return cls(calibration, reports, MappingProxyType(streams))
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far one drafter's table is from its newest verdicts.
+
+    error: expected calibration error of single confidences over all positions and bins, in [0, 1].
+    noise: what a perfect table would show, from so few verdicts. verdicts: of the window, by
+    weight.
+    """
+
+    drafter_id: str
+    mode: SamplingMode
+    error: float
+    noise: float
+    verdicts: float
+
+
+def temperatures_for(
+    calibration: Calibration, drafter_id: str, mode: SamplingMode, gamma: int
+) -> FloatArray:
+    """Divisors of the confidence logits of a block, float64 [gamma]. Positions beyond the table use
+    its last; ones for a drafter or mode without a table."""
+    for table in calibration.tables:
+        if table.drafter_id == drafter_id and table.mode is mode and table.temperatures:
+            known = np.array(table.temperatures[:gamma], np.float64)
+            return np.pad(known, (0, gamma - len(known)), mode="edge") if len(known) else known
+    return np.ones(gamma)
+
+
+def check_calibration(calibration: Calibration) -> None:
+    """Raise `InvalidRequest` naming what no confidence can be divided by."""
+    if calibration.version < 0:
+        raise InvalidRequest("calibration.version", calibration.version, "must be at least 0")
+    for table in calibration.tables:
+        name = f"calibration.tables[{table.drafter_id!r:.40}, {table.mode.value}].temperatures"
+        if not 1 <= len(table.temperatures) <= MAX_GAMMA:
+            raise InvalidRequest(
+                name, f"{len(table.temperatures)} entries", f"must have 1 to {MAX_GAMMA}"
+            )
+        for t in table.temperatures:
+            if not (math.isfinite(t) and t > 0):
+                raise InvalidRequest(name, t, "must be a number above 0")
+
+
+def absorb(
+    state: CalibrationState, verdicts: Iterable[VerdictCounts], elapsed_s: float
+) -> CalibrationState:
+    """Take in the verdicts of one report, or of one interval's reports together; all go to the same
+    half.
+
+    verdicts: as `check_report` lets them pass. elapsed_s: seconds since the last call, for
+    forgetting; a clock that jumped back forgets nothing.
+    """
+    by_key: defaultdict[Key, defaultdict[int, list[VerdictCounts]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for counts in verdicts:
+        by_key[counts.drafter_id, counts.mode][len(counts.reached)].append(counts)
+    new = {key: reduce(_sum, map(_total, of.values())) for key, of in by_key.items()}
+    elapsed_s = elapsed_s if elapsed_s > 0 else 0.0
+    slow, fast = (0.5 ** (elapsed_s / life) for life in (HALF_LIFE_S, WINDOW_HALF_LIFE_S))
+    keep = np.array([slow, slow, fast])[:, None, None, None]
+    streams: dict[Key, FloatArray] = {}
+    for key in [*state.streams, *(key for key in new if key not in state.streams)]:
+        old = state.streams.get(key)
+        counts_now = np.zeros((3, 2, 1, CONFIDENCE_BINS)) if old is None else old * keep
+        if key in new:
+            added = np.zeros((3, *new[key].shape))
+            added[[half_of(state.reports), WINDOW]] = new[key]
+            counts_now = _sum(counts_now, added)
+        if counts_now[:WINDOW, 0].sum() >= FORGOTTEN:
+            counts_now.flags.writeable = False
+            streams[key] = counts_now
+    return replace(state, reports=state.reports + 1, streams=MappingProxyType(streams))
+
+
+def half_of(report: int) -> int:
+    """FIT or JUDGE, for the report of this number: is {report · φ} below one half? Of any
+    arithmetic progression of reports one half goes to each (Weyl)."""
+    return report * 0x9E3779B97F4A7C15 % 2**64 >> 63
+
+
+def refit(state: CalibrationState) -> CalibrationState:
+    """The state with a calibration of the next version, where any position of any drafter is
+    calibrated better by a new temperature; else the state itself.
+
+    A position is fitted and judged on its own, on at least MIN_VERDICTS reached tokens in each
+    half, and keeps the temperature in use unless the judging half prefers the new one by MIN_SIGMAS
+    standard errors and MIN_GAIN.
+    """
+    tables = {(table.drafter_id, table.mode): table for table in state.calibration.tables}
+    changed = False
+    for (drafter_id, mode), counts in state.streams.items():
+        gamma = counts.shape[2]
+        current = temperatures_for(state.calibration, drafter_id, mode, gamma)
+        fitted = fit_counts(counts[FIT])
+        candidate = np.where(np.isnan(fitted), current, fitted)
+        better = _is_better(counts[JUDGE], current, candidate)
+        if not better.any():
+            continue
+        changed = True
+        known = tables.get((drafter_id, mode))
+        beyond = known.temperatures[gamma:] if known else ()
+        chosen = np.where(better, candidate, current).tolist()
+        tables[drafter_id, mode] = CalibrationTable(drafter_id, mode, (*chosen, *beyond))
+    if not changed:
+        return state
+    calibration = Calibration(state.calibration.version + 1, tuple(tables.values()))
+    return replace(state, calibration=calibration)
+
+
+def drift(state: CalibrationState) -> list[Drift]:
+    """Of every drafter and mode with verdicts in the newest window."""
+    found = []
+    for (drafter_id, mode), counts in state.streams.items():
+        reached, accepted = counts[WINDOW]
+        total = float(reached.sum())
+        if total < FORGOTTEN:
+            continue
+        t = temperatures_for(state.calibration, drafter_id, mode, len(reached))
+        c = confidence(BIN_LOGITS, t[:, None])
+        error = float(np.abs(accepted - reached * c).sum()) / total
+        # A binomial's mean absolute deviation is √(2/π) of its standard deviation.
+        noise = float(np.sqrt(reached * c * (1 - c) * (2 / np.pi)).sum()) / total
+        found.append(Drift(drafter_id, mode, error, noise, total))
+    return found
+
+
+def _is_better(counts: FloatArray, current: FloatArray, new: FloatArray) -> NDArray[np.bool_]:
+    """Whether held-out counts [2, γ, bins] prefer the new temperature, at each position [γ]."""
+    reached, accepted = counts
+    total = np.maximum(reached.sum(axis=1), 1.0)
+    gain = log_likelihood(counts, new) - log_likelihood(counts, current)
+    # The gain is linear in the accepted counts, which vary as binomials do; its slope is the
+    # difference of log odds.
+    slope = BIN_LOGITS / new[:, None] - BIN_LOGITS / current[:, None]
+    rate = accepted / np.maximum(reached, 1.0)
+    noise = np.sqrt((reached * rate * (1 - rate) * slope**2).sum(axis=1))
+    enough = total >= MIN_VERDICTS
+    better: NDArray[np.bool_] = enough & (gain >= MIN_SIGMAS * noise) & (gain >= MIN_GAIN * total)
+    return better
+
+
+def _total(verdicts: list[VerdictCounts]) -> FloatArray:
+    """Sum [2, γ, bins] of counts whose blocks are of one length."""
+    counts = np.array([(v.reached, v.accepted) for v in verdicts], np.float64)
+    shape = len(verdicts), 2, len(verdicts[0].reached), CONFIDENCE_BINS
+    total: FloatArray = counts.reshape(shape).sum(axis=0)
+    return total
+
+
+def _sum(a: FloatArray, b: FloatArray) -> FloatArray:
+    """Sum of two arrays of counts [..., γ, bins] whose blocks may be of different length."""
+    short, long = sorted((a, b), key=lambda counts: counts.shape[-2])
+    total = long.copy()
+    total[..., : short.shape[-2], :] += short
+    return total
+
+
+def _sound(counts: object) -> FloatArray:
+    """Stored counts as they were, or ValueError."""
+    array = np.array(counts, np.float64)
+    if array.ndim != 4 or array.shape[:2] != (3, 2) or array.shape[3] != CONFIDENCE_BINS:
+        raise ValueError(f"counts: shape {array.shape}")
+    if not (np.isfinite(array).all() and (array >= 0).all()):
+        raise ValueError("counts: not all are numbers of at least 0")
+    if not 1 <= array.shape[2] <= MAX_GAMMA or (array[:, 1] > array[:, 0]).any():
+        raise ValueError("counts: more accepted than reached, or no positions")
+    array.flags.writeable = False
+    return array

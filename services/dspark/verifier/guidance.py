@@ -1,0 +1,109 @@
+"""The scheduler's plan as a verifier's engine follows it: the newest one, while it holds.
+
+A plan comes late, twice, out of order, or from a scheduler that has lost its place; each of those
+is dropped and counted, and the engine plans by itself. Nothing here waits for anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.core.plans import Calibration, Directions, Plan
+from dspark.core.sampling import SamplingMode
+
+FloatArray = NDArray[np.float64]
+
+
+class Guidance:
+    """The engine's thread's. clock: seconds, the engine's. configured_shares: by tenant, where no
+    plan has any. dropped: plans by what was wrong."""
+
+    def __init__(
+        self, clock: Callable[[], float], configured_shares: Mapping[str, float] | None = None
+    ) -> None:
+        self.configured_shares = configured_shares or {}
+        self.dropped: Counter[str] = Counter()
+        self._clock = clock
+        self._replica = ""
+        self._epoch = 0
+        self._plan: Plan | None = None
+        self._until = 0.0
+        self._temperatures: dict[tuple[str, SamplingMode], FloatArray] = {}
+        self._calibration = 0
+        self._spent_at: dict[str, float] = {}
+
+    def registered(self, replica: str, epoch: int) -> None:
+        """This verifier has a new life in the cluster; plans of its older ones are void. What the
+        store counts may have started again with it, so versions are not compared across lives."""
+        self._replica, self._epoch = replica, epoch
+        self._plan, self._calibration = None, 0
+
+    def take(self, plan: Plan) -> bool:
+        """Follow a plan from now on; False if it is not ours, or not newer than what we have."""
+        if (plan.verifier, plan.epoch) != (self._replica, self._epoch):
+            self.dropped["another epoch"] += 1
+            return False
+        if self._plan is not None and plan.version <= self._plan.version:
+            self.dropped["not newer"] += 1
+            return False
+        self._plan, self._until = plan, self._clock() + plan.ttl_s
+        if plan.calibration is not None and plan.calibration.version > self._calibration:
+            self._adopt(plan.calibration)
+        return True
+
+    def _adopt(self, calibration: Calibration) -> None:
+        self._calibration = calibration.version
+        self._temperatures = {
+            (table.drafter_id, table.mode): np.array(table.temperatures)
+            for table in calibration.tables
+        }
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that holds now."""
+        if self._plan is None or self._clock() >= self._until:
+            return None
+        return self._plan
+
+    def directions(self, oldest_draft: int | None) -> Directions | None:
+        """Numbers for a step whose oldest draft that is bound by the barrier has this number (None:
+        it has none). None: plan by yourself."""
+        plan = self.plan
+        return None if plan is None else plan.directions(oldest_draft)
+
+    def bypasses(self, tenant: str) -> bool:
+        """Whether the plan wants no drafts for a tenant's requests."""
+        plan = self.plan
+        return plan is not None and plan.bypasses(tenant)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """By tenant, of the tokens to admit while more wait than can run."""
+        plan = self.plan
+        return self.configured_shares if plan is None or not plan.shares else plan.shares
+
+    def temperatures(self, drafter_id: str, mode: SamplingMode, gamma: int) -> FloatArray:
+        """[gamma] divisors of confidence logits; ones for a drafter that was never calibrated. They
+        outlive their plan: a calibration does not age in seconds."""
+        table = self._temperatures.get((drafter_id, mode))
+        if table is None:
+            return np.ones(gamma)
+        return table[np.minimum(np.arange(gamma), len(table) - 1)]
+
+    def affordable(self, drafter: str, wanted: int) -> int:
+        """How many draft tokens may be asked of a drafter replica now, of those wanted: its budget
+        as a bucket that a second fills."""
+        plan = self.plan
+        rate = None if plan is None else plan.draft_budgets.get(drafter)
+        if rate is None:
+            return wanted
+        now = self._clock()
+        saved = min(now - self._spent_at.get(drafter, now - 1.0), 1.0) * rate
+        granted = min(wanted, int(saved))
+        if granted:
+            self._spent_at[drafter] = now - (saved - granted) / rate
+        return granted

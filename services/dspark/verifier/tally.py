@@ -1,0 +1,184 @@
+"""What an engine has seen since its last report to the scheduler, and the report made of it.
+
+The engine's thread only appends to lists and adds numbers; the histograms are made elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.core.reports import (
+    SURVIVAL_BINS,
+    Counts,
+    DrafterUse,
+    Report,
+    TenantReport,
+    VerdictCounts,
+)
+from dspark.core.sampling import SamplingMode
+from dspark.scheduler import sts
+
+Table = tuple[Counts, ...]
+
+# What covers no time cannot be a rate.
+SHORTEST_S = 1e-6
+# A second of 256 sequences at 16 steps.
+MAX_DRAFTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedDraft:
+    """A draft whose verdict is in. number: of its arrival. logits, survival: [γ], the second may
+    end early (L5). judged: of its tokens, those whose verdict was seen and stands in the text;
+    accepted: of those."""
+
+    number: int
+    tenant: str
+    drafter_id: str
+    mode: SamplingMode
+    logits: NDArray[np.float32]
+    survival: NDArray[np.float64]
+    judged: int
+    accepted: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over steps since `since` (seconds on the engine's clock). Of drafts the newest
+    MAX_DRAFTS are kept: with nobody to report to they must not pile up."""
+
+    since: float
+    steps: int = 0
+    requests: int = 0
+    prefill_tokens: int = 0
+    context: int = 0
+    residual_s: float = 0.0
+    tokens: dict[str, int] = field(default_factory=dict)
+    drafts: deque[FinishedDraft] = field(default_factory=lambda: deque(maxlen=MAX_DRAFTS))
+    draft_s: dict[str, float] = field(default_factory=dict)
+
+    def add_step(self, R: int, P: int, context: int, residual_s: float) -> None:
+        self.steps += 1
+        self.requests += R
+        self.prefill_tokens += P
+        self.context += context
+        self.residual_s += residual_s
+
+    def add_tokens(self, tenant: str, count: int) -> None:
+        self.tokens[tenant] = self.tokens.get(tenant, 0) + count
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCrowd:
+    """A tenant's runs now, and the sum of the floors of the active ones (tokens a second)."""
+
+    active: int = 0
+    queued: int = 0
+    floor_tps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Who is here now. seen_through: newest draft with a verdict."""
+
+    now: float
+    seen_through: int
+    free_blocks: int
+    tenants: Mapping[str, TenantCrowd]
+
+    @property
+    def queue(self) -> int:
+        return sum(tenant.queued for tenant in self.tenants.values())
+
+
+def report_of(tally: Tally, crowd: Crowd, verifier: str, epoch: int) -> Report:
+    """The report of a verifier's life `epoch`."""
+    steps = max(tally.steps, 1)
+    by_tenant: dict[str, list[FinishedDraft]] = {}
+    for draft in tally.drafts:
+        by_tenant.setdefault(draft.tenant, []).append(draft)
+    names = sorted({*crowd.tenants, *tally.tokens, *by_tenant})
+    return Report(
+        verifier=verifier,
+        epoch=epoch,
+        seen_through=crowd.seen_through,
+        interval_s=max(crowd.now - tally.since, SHORTEST_S),
+        steps=tally.steps,
+        requests=tally.requests / steps,
+        prefill_tokens=tally.prefill_tokens / steps,
+        context=tally.context / steps,
+        step_residual_s=tally.residual_s / steps,
+        free_blocks=crowd.free_blocks,
+        queue=crowd.queue,
+        tenants=tuple(
+            _tenant(name, crowd, tally.tokens.get(name, 0), by_tenant.get(name, []))
+            for name in names
+        ),
+        drafters=_uses(tally),
+    )
+
+
+def _tenant(name: str, crowd: Crowd, tokens: int, drafts: list[FinishedDraft]) -> TenantReport:
+    here = crowd.tenants.get(name, TenantCrowd())
+    return TenantReport(
+        tenant=name,
+        active=here.active,
+        queued=here.queued,
+        tokens=tokens,
+        floor_tps=here.floor_tps,
+        survivals=survival_histogram([draft.survival for draft in drafts]),
+        verdicts=verdict_counts(drafts),
+    )
+
+
+def survival_histogram(survivals: list[NDArray[np.float64]]) -> tuple[int, ...]:
+    """[SURVIVAL_BINS] tokens by a_k, 1 in the last bin; empty for none."""
+    if not survivals:
+        return ()
+    a = np.concatenate(survivals)
+    bins = np.minimum((a * SURVIVAL_BINS).astype(np.intp), SURVIVAL_BINS - 1)
+    return tuple(np.bincount(bins, minlength=SURVIVAL_BINS).tolist())
+
+
+def verdict_counts(drafts: Iterable[FinishedDraft]) -> tuple[VerdictCounts, ...]:
+    """By drafter and mode, of drafts with a verdict."""
+    groups: dict[tuple[str, SamplingMode], list[FinishedDraft]] = {}
+    for draft in drafts:
+        if draft.judged:
+            groups.setdefault((draft.drafter_id, draft.mode), []).append(draft)
+    return tuple(
+        VerdictCounts(drafter_id, mode, *_reached_and_accepted(group))
+        for (drafter_id, mode), group in sorted(groups.items())
+    )
+
+
+def _reached_and_accepted(drafts: list[FinishedDraft]) -> tuple[Table, Table]:
+    gamma = max(draft.judged for draft in drafts)
+    logits = np.zeros((len(drafts), gamma))
+    for row, draft in zip(logits, drafts, strict=True):
+        row[: draft.judged] = draft.logits[: draft.judged]
+    judged = [draft.judged for draft in drafts]
+    reached, accepted = sts.tally(logits, judged, [draft.accepted for draft in drafts])
+    return _rows(reached), _rows(accepted)
+
+
+def _uses(tally: Tally) -> tuple[DrafterUse, ...]:
+    drafted: dict[str, int] = {}
+    for draft in tally.drafts:
+        drafted[draft.drafter_id] = drafted.get(draft.drafter_id, 0) + len(draft.logits)
+    rounds: dict[str, int] = {}
+    for draft in tally.drafts:
+        rounds[draft.drafter_id] = rounds.get(draft.drafter_id, 0) + 1
+    return tuple(
+        DrafterUse(name, drafted[name], tally.draft_s.get(name, 0.0) / rounds[name])
+        for name in sorted(drafted)
+    )
+
+
+def _rows(counts: NDArray[np.int64]) -> Table:
+    return tuple(tuple(row) for row in counts.tolist())

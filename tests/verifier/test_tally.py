@@ -1,0 +1,146 @@
+"""What a verifier reports: steps, tokens, and drafts whose verdict is in, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dspark.core.reports import SURVIVAL_BINS, Report
+from dspark.core.sampling import SamplingMode
+from dspark.verifier.tally import (
+    MAX_DRAFTS,
+    FinishedDraft,
+    report_of,
+    survival_histogram,
+    verdict_counts,
+)
+
+from .toy import (
+    HandClock,
+    Scene,
+    ScriptedDrafter,
+    ToyBackend,
+    greedy,
+    history_rule,
+    oracle,
+    request,
+    toy_engine,
+)
+
+RULE = history_rule(50)
+LOGIT = 2.0  # (2 + 4.5) / 0.6: bin 10
+
+
+def scene(wrong_every: int = 4, **config: object) -> Scene:
+    drafter = ScriptedDrafter(oracle(RULE, wrong_every=wrong_every, logit=LOGIT))
+    clock = HandClock()
+    of = Scene(toy_engine(ToyBackend(RULE, 50), drafter, verify="fixed:7", clock=clock, **config))
+    of.engine.take_tally()  # begins it
+    return of
+
+
+def report(of: Scene) -> Report:
+    return report_of(*of.engine.take_tally(), "v1", 3)
+
+
+def test_a_report_adds_up_to_what_was_committed_and_verified() -> None:
+    of = scene()
+    answers = of.ask(
+        request("a", [1, 2, 3], greedy(30), tenant="x"), request("b", [4], greedy(20), tenant="y")
+    )
+    told = report(of)
+    assert (told.verifier, told.epoch) == ("v1", 3)
+    assert told.steps == of.engine.figures.steps
+    assert {t.tenant: t.tokens for t in told.tenants} == {"x": 30, "y": 20}
+    for tenant, answer in zip(told.tenants, answers, strict=True):
+        drafted = sum(c.speculation.drafted for c in answer.commits)
+        accepted = sum(c.speculation.accepted for c in answer.commits)
+        (counts,) = tenant.verdicts
+        assert (counts.drafter_id, counts.mode) == ("scripted", SamplingMode.GREEDY)
+        assert sum(tenant.survivals) == drafted
+        assert sum(map(sum, counts.accepted)) == accepted
+        # Of each round the tokens that stood and the first that fell.
+        fell = sum(c.speculation.accepted < c.speculation.verified for c in answer.commits)
+        assert sum(map(sum, counts.reached)) <= accepted + fell
+    use = {use.drafter: use.drafted for use in told.drafters}
+    assert use == {"scripted": sum(sum(t.survivals) for t in told.tenants)}
+    assert of.engine.take_tally()[0].steps == 0  # said once
+
+
+def test_positions_behind_a_rejection_or_a_trim_are_in_no_count() -> None:
+    logits = np.full(4, LOGIT, np.float32)
+    survival = np.array([0.9, 0.8, 0.7, 0.6])
+
+    def draft(judged: int, accepted: int) -> FinishedDraft:
+        return FinishedDraft(1, "", "d", SamplingMode.COUPLED, logits, survival, judged, accepted)
+
+    (counts,) = verdict_counts([draft(2, 1), draft(3, 3), draft(0, 0)])
+    assert [sum(row) for row in counts.reached] == [2, 2, 1]
+    assert [sum(row) for row in counts.accepted] == [2, 1, 1]
+    assert all(row[10] == sum(row) for row in counts.reached)
+    assert verdict_counts([draft(0, 0)]) == ()
+
+
+def test_an_answer_that_ends_inside_a_block_says_nothing_of_what_is_behind() -> None:
+    of = scene(wrong_every=0)
+    (answer,) = of.ask(request("a", [1, 2], greedy(4)))
+    told = report(of)
+    (tenant,) = told.tenants
+    assert sum(map(sum, tenant.verdicts[0].reached)) <= sum(
+        c.speculation.verified for c in answer.commits
+    )
+    assert tenant.tokens == 4
+
+
+def test_drafts_are_told_when_their_verdict_is_in_and_not_before() -> None:
+    of = scene()
+    of.submit(request("a", [1, 2], greedy(40)))
+    of.step()  # prefill: the first draft is in hand now
+    first = report(of)
+    (sequence,) = of.engine.running
+    assert sequence.draft is not None
+    assert first.seen_through == 0
+    assert not any(t.survivals for t in first.tenants)
+    held = sequence.draft.number
+    of.step()
+    second = report(of)
+    assert second.seen_through == held
+    assert sequence.draft is not None
+    assert sequence.draft.number > second.seen_through
+
+
+def test_who_is_here_is_counted_by_tenant() -> None:
+    of = scene(max_sequences=1)
+    of.submit(
+        request("a", [1], greedy(9), tenant="x", floor_tps=5.0),
+        request("b", [2], greedy(9), tenant="x", floor_tps=5.0),
+        request("c", [3], greedy(9), tenant="y"),
+    )
+    of.step()
+    told = report(of)
+    assert told.queue == 2
+    assert {(t.tenant, t.active, t.queued, t.floor_tps) for t in told.tenants} == {
+        ("x", 1, 1, 5.0),
+        ("y", 0, 1, 0.0),
+    }
+    assert told.free_blocks == of.engine.cache.pool.available
+    of.drain()
+
+
+def test_nothing_is_kept_until_somebody_asks_and_never_without_bound() -> None:
+    of = scene()
+    of.ask(request("a", [1, 2], greedy(60)))
+    tally, _ = of.engine.take_tally()
+    assert tally.drafts.maxlen == MAX_DRAFTS
+    quiet = Scene(toy_engine(ToyBackend(RULE, 50), ScriptedDrafter(oracle(RULE))))
+    quiet.ask(request("a", [1, 2], greedy(60)))
+    tally, _ = quiet.engine.take_tally()
+    assert tally.steps == 0
+
+
+@pytest.mark.parametrize(("a", "at"), [(0.0, 0), (1 / 64, 1), (0.5, 32), (0.9999, 63), (1.0, 63)])
+def test_survivals_fall_into_equal_bins(a: float, at: int) -> None:
+    histogram = survival_histogram([np.array([a])])
+    assert len(histogram) == SURVIVAL_BINS
+    assert histogram[at] == 1
+    assert sum(histogram) == 1
