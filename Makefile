@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade "pip>=25.1"  # --group is new in 25.1
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e ".[serve,bench]" --group dev
+	$(BIN)/python -m pip install -e ".[serve,cluster,bench]" --group dev
 	touch $@
 
 run: setup ## Serve the default model on http://127.0.0.1:8000 (OpenAI) and gRPC 50051

@@ -1,0 +1,31 @@
+-- What leases claim, and what drafters say of their load.
+--
+-- keys
+--   counters        hash  ticket: last number given to an epoch, term, plan or list of members;
+--                         members: number of the list of members
+--   members         zset  replica -> ms at which it counts as dead
+--   epochs          hash  replica -> its epoch
+--   cards           hash  replica -> JSON: pool, address, card
+--   step_costs      hash  verifier -> JSON of its step cost
+--   draining        hash  replica -> 1 if it says that it drains
+--   wanted          hash  replica -> 1 if it is wanted to drain
+--   loads           hash  drafter -> JSON of its load
+--   leases          hash  lease -> JSON
+--   lease_expiry    zset  lease -> ms at which it expires
+--   leases_of       zset  <verifier>LF<lease>, score 0: a verifier's leases by prefix
+--   claimed_tokens  hash  verifier -> tokens of its leases
+--   claimed_runs    hash  verifier or drafter -> runs of its leases
+--   tenant_tokens   hash  tenant -> tokens of its leases
+--   tenant_runs     hash  tenant -> runs of its leases
+--   reports         hash  verifier -> <ms at which it is too old> <epoch> <sequence> <report>
+-- arguments
+--   1 now, ms; empty: the server's clock
+-- result
+--   five lists of pairs: claimed_tokens, claimed_runs, tenant_tokens, tenant_runs, loads
+
+sweep()
+local list = {}
+for i, key in ipairs({K.claimed_tokens, K.claimed_runs, K.tenant_tokens, K.tenant_runs, K.loads}) do
+  list[i] = redis.call("HGETALL", key)
+end
+return list
