@@ -114,7 +114,7 @@ class LlamaCpp:
                 result = await trial(server)
         except Unavailable as error:
             return Tried(settings, None, None, str(error))
-        return Tried(settings, result.throughput, _mean_latency(result))
+        return Tried(settings, result.tokens / result.seconds, _mean_latency(result))
 
     @asynccontextmanager
     async def run(self, settings: Settings) -> AsyncIterator[Server]:
