@@ -280,6 +280,17 @@ def test_a_calibration_outlives_its_plan_and_yields_to_a_higher_version_only() -
     assert guidance.temperatures("d", SamplingMode.GREEDY, 2).tolist() == [1.0, 1.0]
 
 
+def test_temperatures_of_a_checkpoint_hold_until_a_plan_has_better_ones() -> None:
+    guidance = guided()
+    guidance.ship([CalibrationTable("d", SamplingMode.GREEDY, (2.0,))])
+    guidance.ship([CalibrationTable("e", SamplingMode.GREEDY, (5.0,))])
+    assert guidance.temperatures("d", SamplingMode.GREEDY, 2).tolist() == [2.0, 2.0]
+    better = Calibration(1, (CalibrationTable("d", SamplingMode.GREEDY, (3.0,)),))
+    guidance.take(replace(plan_of(), calibration=better))
+    assert guidance.temperatures("d", SamplingMode.GREEDY, 1).tolist() == [3.0]
+    assert guidance.temperatures("e", SamplingMode.GREEDY, 1).tolist() == [5.0]
+
+
 def test_priorities_weigh_beside_tenants() -> None:
     of, _ = busy()
     of.engine.guidance.take(plan_of(requests=2.0, capacity=4))

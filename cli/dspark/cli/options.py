@@ -33,7 +33,12 @@ Threads = Annotated[
     ),
 ]
 DrafterName = Annotated[
-    str, typer.Option("--drafter", help="ngram or none.", rich_help_panel=TARGET)
+    str,
+    typer.Option(
+        "--drafter",
+        help="ngram, none, or a trained one: a directory or hub id.",
+        rich_help_panel=TARGET,
+    ),
 ]
 Gamma = Annotated[
     int,

@@ -70,7 +70,11 @@ def serve(
     ] = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help="ngram or none.", rich_help_panel=options.TARGET),
+        typer.Option(
+            "--drafter",
+            help="ngram, none, or a trained one: a directory or hub id.",
+            rich_help_panel=options.TARGET,
+        ),
     ] = None,
     gamma: Annotated[
         int | None, typer.Option("--gamma", help="As for generate.", rich_help_panel=options.TARGET)

@@ -21,6 +21,7 @@ from dspark.scheduler import OnlineStepCost, Policy, StepCost, cost_key, hardwar
 if TYPE_CHECKING:
     from dspark.core.drafts import Drafter
     from dspark.gateway.tokenizer import Tokenizer
+    from dspark.models.drafters.drafting import ModelDrafter
     from dspark.models.targets.backend import Backend
     from dspark.verifier.engine import Engine
 
@@ -32,8 +33,9 @@ MAX_THREADS = 1024  # more than any machine's cores; OpenMP dies of a number it 
 
 @dataclass(frozen=True, slots=True)
 class TargetConfig:
-    """Which target runs here and how. device: "cpu", "cuda", "cuda:0"… threads: of the forward
-    pass, 0 for what torch finds. Raises ConfigError, or InvalidRequest for the verify policy."""
+    """Which target runs here and how. device: "cpu", "cuda", "cuda:0"… drafter: one of DRAFTERS, or
+    a trained one's directory or hub id. threads: of the forward pass, 0 for what torch finds.
+    Raises ConfigError, or InvalidRequest for the verify policy."""
 
     model: str = "smollm2-135m"
     backend: str = "transformers"
@@ -47,23 +49,37 @@ class TargetConfig:
         for name, value, choices in (
             ("backend", self.backend, BACKENDS),
             ("dtype", self.dtype, DTYPES),
-            ("drafter", self.drafter, DRAFTERS),
         ):
             if value not in choices:
                 raise ConfigError(f"{name}: {value!r} is not one of: {', '.join(choices)}")
+        if (
+            not self.has_plain_drafter
+            and "/" not in self.drafter
+            and not Path(self.drafter).is_dir()
+        ):
+            raise ConfigError(
+                f"drafter: {self.drafter!r} is not one of: {', '.join(DRAFTERS)}, a directory or "
+                "a hub id"
+            )
         if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError(f"device: {self.device!r} is not one of: cpu, cuda, cuda:N")
         if not 0 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"threads: {self.threads} must be in [0, {MAX_THREADS}]")
         Policy.parse(self.engine.verify)
 
+    @property
+    def has_plain_drafter(self) -> bool:
+        """One without weights."""
+        return self.drafter in DRAFTERS
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine ready to run, and the words to talk to it. profiled: the cost was measured now.
-    hardware, threads: what it was measured on."""
+    """An engine ready to run on `backend`, and the words to talk to it. profiled: the cost was
+    measured now. hardware, threads: what it was measured on."""
 
     engine: Engine
+    backend: Backend
     tokenizer: Tokenizer
     path: Path
     config: TargetConfig
@@ -96,6 +112,8 @@ def load(
 
     from dspark.deploy.memory import bytes_per_token, check_kv_tokens, free_bytes
     from dspark.gateway.tokenizer import Tokenizer
+    from dspark.models.drafters import load_drafter
+    from dspark.models.drafters.target_tensors import TargetTensors
     from dspark.models.targets.transformers import TransformersBackend
 
     progress = progress or Progress()
@@ -104,6 +122,8 @@ def load(
     path = resolve(config.model, progress=progress.line)
     tokenizer = Tokenizer.load(path)
     model = load_target(path, dtype=getattr(torch, config.dtype), device=config.device)
+    # Before the backend lays the weights out anew.
+    tensors = None if config.has_plain_drafter else TargetTensors.of(model)
     backend = TransformersBackend(model, config.engine.block_size)
     if config.device == "cpu":
         machine, free = hardware(), free_bytes()
@@ -122,21 +142,43 @@ def load(
         again=profile,
         clock=clock,
     )
-    engine = make_engine(backend, config, cost, tokenizer.eos_ids)
-    return Loaded(engine, tokenizer, path, config, cost, profiled, machine, threads)
+    trained = None
+    if tensors is not None and config.engine.gamma:
+        trained = load_drafter(
+            config.drafter,
+            tensors,
+            target_id=backend.target_id,
+            tokenizer_hash=tokenizer.tokenizer_hash,
+            progress=progress.line,
+        )
+    engine = make_engine(backend, config, cost, tokenizer.eos_ids, trained)
+    return Loaded(engine, backend, tokenizer, path, config, cost, profiled, machine, threads)
 
 
 def make_engine(
-    backend: Backend, config: TargetConfig, cost: StepCost, eos_ids: Collection[int]
+    backend: Backend,
+    config: TargetConfig,
+    cost: StepCost,
+    eos_ids: Collection[int],
+    trained: ModelDrafter | None = None,
 ) -> Engine:
-    """An engine over a loaded backend, whose KV blocks it allocates for itself."""
+    """An engine over a loaded backend, whose KV blocks it allocates for itself. trained: the
+    drafter that a configuration names which has none of the plain ones."""
     from dspark.models.drafters import NgramDrafter
     from dspark.verifier.engine import Engine
 
     drafters: dict[str, Drafter] = {}
-    if config.drafter == "ngram" and config.engine.gamma:
+    if trained is not None:
+        backend.load_projection(trained.projection)
+        drafters[trained.card.kind] = trained
+    elif config.drafter == "ngram" and config.engine.gamma:
         drafters["ngram"] = NgramDrafter(config.engine.gamma)
-    return Engine(backend, config.engine, OnlineStepCost(cost), drafters=drafters, eos_ids=eos_ids)
+    engine = Engine(
+        backend, config.engine, OnlineStepCost(cost), drafters=drafters, eos_ids=eos_ids
+    )
+    if trained is not None:
+        engine.guidance.ship(trained.calibration)
+    return engine
 
 
 def step_cost(

@@ -314,7 +314,7 @@ class Engine:
             FinishedDraft(
                 number=draft.number,
                 tenant=request.tenant,
-                drafter_id=sequence.drafter,
+                drafter_id=self.drafters[sequence.drafter].card.drafter_id,
                 mode=request.sampling.mode,
                 logits=draft.draft.confidence_logits,
                 survival=draft.survival,

@@ -7,12 +7,12 @@ is dropped and counted, and the engine plans by itself. Nothing here waits for a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark.core.plans import Calibration, Directions, Plan
+from dspark.core.plans import Calibration, CalibrationTable, Directions, Plan
 from dspark.core.sampling import SamplingMode
 
 FloatArray = NDArray[np.float64]
@@ -33,6 +33,7 @@ class Guidance:
         self._plan: Plan | None = None
         self._until = 0.0
         self._temperatures: dict[tuple[str, SamplingMode], FloatArray] = {}
+        self._shipped: dict[tuple[str, SamplingMode], FloatArray] = {}
         self._calibration = 0
         self._spent_at: dict[str, float] = {}
 
@@ -55,12 +56,13 @@ class Guidance:
             self._adopt(plan.calibration)
         return True
 
+    def ship(self, tables: Iterable[CalibrationTable]) -> None:
+        """Temperatures that came with a drafter's checkpoint, until a plan has better ones."""
+        self._shipped.update(_by_drafter(tables))
+
     def _adopt(self, calibration: Calibration) -> None:
         self._calibration = calibration.version
-        self._temperatures = {
-            (table.drafter_id, table.mode): np.array(table.temperatures)
-            for table in calibration.tables
-        }
+        self._temperatures = _by_drafter(calibration.tables)
 
     @property
     def plan(self) -> Plan | None:
@@ -91,6 +93,8 @@ class Guidance:
         outlive their plan: a calibration does not age in seconds."""
         table = self._temperatures.get((drafter_id, mode))
         if table is None:
+            table = self._shipped.get((drafter_id, mode))
+        if table is None:
             return np.ones(gamma)
         return table[np.minimum(np.arange(gamma), len(table) - 1)]
 
@@ -107,3 +111,7 @@ class Guidance:
         if granted:
             self._spent_at[drafter] = now - (saved - granted) / rate
         return granted
+
+
+def _by_drafter(tables: Iterable[CalibrationTable]) -> dict[tuple[str, SamplingMode], FloatArray]:
+    return {(table.drafter_id, table.mode): np.array(table.temperatures) for table in tables}
