@@ -23,8 +23,8 @@ GRID = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024,
 COST = StepCost(GRID, tuple(0.02 + 1e-4 * (-(-B // 64) * 64) for B in GRID), 1e-4, 1e-8)
 
 
-def measure(benchmark: Any, name: str, call: Callable[[], Any]) -> Any:
-    result = benchmark.pedantic(call, rounds=5000, warmup_rounds=200)
+def measure(benchmark: Any, name: str, call: Callable[[], Any], rounds: int = 5000) -> Any:
+    result = benchmark.pedantic(call, rounds=rounds, warmup_rounds=rounds // 25)
     times = np.array(benchmark.stats.stats.data)
     p99 = float(np.quantile(times, 0.99)) * 1e6
     benchmark.extra_info["p99_us"] = p99
@@ -46,6 +46,21 @@ def test_plan(benchmark: Any, name: str, more: dict[str, Any]) -> None:
     policy = Policy.parse(name.split(",")[0])
     lengths = measure(benchmark, name, lambda: plan(SURVIVAL, COST, 64, R, 60_000, policy, **more))
     assert 0 < lengths.sum() < R * GAMMA
+
+
+@pytest.mark.parametrize("requests", [512, 1024, 2048, 4096])
+@pytest.mark.parametrize("name", ["early-stop", "top-k"])
+def test_plan_of_many(benchmark: Any, name: str, requests: int) -> None:
+    """No bound beyond R = 256: what a step of so many requests would pay."""
+    survival = [SURVIVAL[r % R] for r in range(requests)]
+    most = None if name == "early-stop" else 3 * requests
+    lengths = measure(
+        benchmark,
+        f"{name}, R = {requests}",
+        lambda: plan(survival, COST, 64, requests, 60_000, Policy.parse(name), most),
+        rounds=500,
+    )
+    assert lengths.sum() <= requests * GAMMA
 
 
 def test_capacity(benchmark: Any) -> None:

@@ -1,0 +1,367 @@
+"""The joint plan: the best K, drafters where they gain most, never worse than each alone."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark.core.plans import Plan, check_plan
+from dspark.core.reports import DrafterUse, Report, TenantReport
+from dspark.scheduler import StepCost, capacity
+from dspark.scheduler.intake import check_report
+from dspark.scheduler.joint import (
+    JointPlan,
+    VerifierPlan,
+    local_objective,
+    objective,
+    plan_jointly,
+)
+from dspark.scheduler.joint.demand import SURVIVAL
+from dspark.scheduler.joint.outlook import Cluster, Outlook, VerifierView
+from dspark.scheduler.planner import PROBE_SHARE
+
+from .toy_cluster import (
+    CHEAP,
+    DEAR,
+    GAMMA,
+    PATIENT,
+    bins,
+    cluster,
+    clusters,
+    report,
+    step_costs,
+    tenant,
+    view,
+)
+
+
+def planned(cluster: Cluster, smallest_gain: float = 0.05) -> JointPlan:
+    return plan_jointly(cluster, Outlook(), smallest_gain)[0]
+
+
+def one(view: VerifierView, smallest_gain: float = 0.0) -> VerifierPlan:
+    return planned(Cluster({"v": view}), smallest_gain).verifiers["v"]
+
+
+# --- capacities ----------------------------------------------------------------------------------
+
+
+@settings(PATIENT, max_examples=80)
+@given(step_costs(), st.integers(1, 12), st.integers(0, 40), st.data())
+def test_k_is_what_the_planners_own_full_search_finds(
+    cost: StepCost, R: int, P: int, data: st.DataObject
+) -> None:
+    """One verifier whose requests' drafts are those of the histogram: Θ as at the best K."""
+    survivals = [
+        np.sort(
+            np.array(
+                data.draw(st.lists(st.sampled_from(SURVIVAL.tolist()), min_size=3, max_size=3))
+            )
+        )[::-1]
+        for _ in range(R)
+    ]
+    counts = bins({})
+    for a in np.concatenate(survivals):
+        counts = tuple(n + m for n, m in zip(counts, bins({float(a): 1}), strict=True))
+    sent = report("v", [replace(tenant("a", R), survivals=counts)], prefill_tokens=float(P))
+    mine = one(VerifierView(cost, 3, sent))
+    best = capacity(survivals, cost, P, R, 0)
+    ranked = np.sort(np.concatenate(survivals))[::-1]
+
+    def theta(K: int) -> float:
+        return (R + float(ranked[:K].sum())) / cost.seconds(P, R, P + R + K, 0)
+
+    assert mine.throughput == pytest.approx(theta(best), rel=1e-9)
+    assert mine.directions.capacity is not None
+    assert theta(mine.directions.capacity) == pytest.approx(theta(best), rel=1e-9)
+    assert mine.directions.requests == R
+
+
+def test_what_does_not_pay_is_bypassed() -> None:
+    assert one(view(DEAR, tenant("a", 10, 0.6))).directions.capacity == 0
+    assert one(view(CHEAP, tenant("a", 10, 0.9))).directions.capacity > 0  # type: ignore[operator]
+    # A twentieth of Θ is less than a step cost is known to.
+    slight = view(CHEAP, tenant("a", 10, 0.04))
+    assert one(slight, 0.0).directions.capacity > 0  # type: ignore[operator]
+    assert one(slight, 0.05).directions.capacity == 0
+
+
+def test_draft_time_that_nothing_hides_counts() -> None:
+    hidden = view(CHEAP, tenant("a", 10, 0.5))
+    waits = (DrafterUse("d", 100, 0.1),)
+    exposed = VerifierView(CHEAP, GAMMA, replace(hidden.report, drafters=waits))  # type: ignore[type-var]
+    assert one(hidden).directions.capacity > 0  # type: ignore[operator]
+    assert one(exposed).directions.capacity == 0
+
+
+def test_a_tenant_whose_drafts_are_not_verified_is_not_drafted_for() -> None:
+    """Capped at 0, and what its drafts took of a drafter is there for others."""
+    mixed = view(CHEAP, tenant("good", 10, 0.9), tenant("bad", 10, 0.02), drafters={"d": 20})
+    mine = one(mixed, 0.05)
+    assert mine.directions.caps == {"bad": 0}
+    whole = 20 * GAMMA / CHEAP.seconds(0, 20, 20 + 70, 0)
+    assert planned(cluster({"v": mixed}, {"d": whole * 0.6})).full == ()
+    assert planned(cluster({"v": mixed}, {"d": whole * 0.4})).full == ("d",)
+
+
+def test_without_drafts_or_requests_the_verifier_plans_by_itself() -> None:
+    assert one(view(CHEAP, tenant("a", 10, None))).directions.capacity is None
+    idle = VerifierView(CHEAP, GAMMA, report("v", [], steps=0, R=0.0))
+    assert one(idle).directions.capacity is None
+    silent = one(VerifierView(CHEAP, GAMMA))
+    assert silent.directions.capacity is None
+    assert silent.epoch == -1
+    assert planned(Cluster({})).verifiers == {}
+
+
+def test_a_verifier_without_drafts_of_its_own_is_planned_by_the_tenants_elsewhere() -> None:
+    known = view(CHEAP, tenant("a", 10, 0.9))
+    joint = planned(cluster({"v": known, "w": view(CHEAP, tenant("a", 10, None))}))
+    assert joint.verifiers["w"].directions.capacity == joint.verifiers["v"].directions.capacity
+
+
+def test_a_plan_knows_the_epoch_and_the_newest_draft_that_it_was_made_from() -> None:
+    sent = report("v", [tenant("a")], seen_through=42, epoch=7)
+    mine = one(VerifierView(CHEAP, GAMMA, sent))
+    assert (mine.epoch, mine.seen_through) == (7, 42)
+
+
+# --- drafters ------------------------------------------------------------------------------------
+
+
+def rivals(capacity: float) -> Cluster:
+    """One drafter; at `rich` a draft token gains most."""
+    return cluster(
+        {
+            "rich": view(CHEAP, tenant("x", 20, 0.95), drafters={"d": 20}),
+            "poor": view(CHEAP, tenant("y", 20, 0.4), drafters={"d": 20}),
+        },
+        {"d": capacity},
+    )
+
+
+def test_a_full_drafter_goes_where_a_draft_token_gains_most() -> None:
+    now = rivals(3500.0)
+    joint, outlook = plan_jointly(now, Outlook())
+    assert joint.full == ("d",)
+    assert joint.verifiers["rich"].draft_budgets["d"] > 0.9 * 3500
+    central = objective(now, outlook, joint)
+    assert central.now == pytest.approx(joint.objective)
+    assert central.now >= 1.10 * local_objective(now, outlook).now
+    assert central.now >= 1.10 * local_objective(now, outlook, equally=True).now
+
+
+def test_a_drafter_with_room_bounds_nobody() -> None:
+    joint = planned(rivals(1e6))
+    assert joint.full == ()
+    assert all(mine.draft_budgets == {} for mine in joint.verifiers.values())
+    unmeasured = planned(rivals(0.0))
+    assert unmeasured.full == ()
+
+
+def test_who_gets_no_drafter_is_probed_with_a_hundredth() -> None:
+    """Of the full rate: what it would ask for, never asleep and never much."""
+    joint = planned(rivals(1000.0))
+    probes = joint.verifiers["poor"].draft_budgets["d"]
+    whole = 20 * GAMMA / CHEAP.seconds(0, 20, 20, 0)
+    assert 0 < probes <= PROBE_SHARE * whole * (1 + 1e-9)
+    assert sum(mine.draft_budgets["d"] for mine in joint.verifiers.values()) <= 1000.0 * (1 + 1e-9)
+
+
+def test_a_starved_verifier_stays_planned_for() -> None:
+    """Its reports hold nearly no drafts; the plan neither forgets it nor flaps."""
+    now = rivals(3500.0)
+    joint, outlook = plan_jointly(now, Outlook())
+    first = {name: mine.draft_budgets["d"] for name, mine in joint.verifiers.items()}
+    for i in range(2, 60):
+        views = {}
+        for name, view_ in now.verifiers.items():
+            assert view_.report is not None
+            budget = joint.verifiers[name].draft_budgets["d"]
+            drafted = round(budget * 0.5)
+            whole = view_.report.tenants[0].survivals
+            part = tuple(round(n * drafted / sum(whole)) for n in whole)
+            tenants = (replace(view_.report.tenants[0], survivals=part),)
+            uses = (DrafterUse("d", drafted, 0.0),)
+            sent = replace(
+                view_.report, seen_through=i, interval_s=0.5, tenants=tenants, drafters=uses
+            )
+            views[name] = VerifierView(CHEAP, GAMMA, sent)  # drafters: as it reports
+        joint, outlook = plan_jointly(replace(now, verifiers=views), outlook)
+        assert joint.full == ("d",)
+        for name, mine in joint.verifiers.items():
+            assert mine.draft_budgets["d"] == pytest.approx(first[name], rel=0.1)
+
+
+def test_equal_verifiers_share_a_drafter_without_loss() -> None:
+    now = cluster(
+        {n: view(CHEAP, tenant("x", 20, 0.9), drafters={"d": 20}) for n in "vw"}, {"d": 3000.0}
+    )
+    joint, outlook = plan_jointly(now, Outlook())
+    assert joint.objective >= 0.99 * local_objective(now, outlook).now
+
+
+# --- any cluster ---------------------------------------------------------------------------------
+
+
+@settings(PATIENT, max_examples=60)
+@given(clusters())
+def test_no_bound_is_broken(cluster: Cluster) -> None:
+    joint = planned(cluster)
+    given_out = dict.fromkeys(cluster.drafters, 0.0)
+    for name, mine in joint.verifiers.items():
+        directions, view_ = mine.directions, cluster.verifiers[name]
+        R = directions.requests
+        assert directions.capacity is not None
+        assert 0 <= directions.capacity <= math.ceil(R * view_.gamma)
+        assert set(directions.caps.values()) <= {0}
+        assert 0.0 <= mine.drafted <= 1.0
+        plain = R / view_.step_cost.seconds(0, int(R), int(R), 0)
+        assert mine.throughput >= plain * (1 - 1e-9)
+        if mine.shares:
+            assert sum(mine.shares.values()) == pytest.approx(1.0)
+        for drafter, tokens in mine.draft_budgets.items():
+            assert drafter in view_.drafters
+            given_out[drafter] += tokens
+        mark = (mine.epoch, mine.seen_through)
+        check_plan(Plan(1, name, *mark, 1.0, directions, mine.draft_budgets, mine.shares))
+    for drafter, tokens in given_out.items():
+        assert tokens <= cluster.drafters[drafter] * (1 + 1e-6) + 1e-6
+        if drafter not in joint.full:
+            assert tokens == 0
+    assert joint.objective == pytest.approx(sum(m.throughput for m in joint.verifiers.values()))
+
+
+@settings(PATIENT, max_examples=60)
+@given(clusters(), st.booleans())
+def test_central_is_never_a_hundredth_below_local(cluster: Cluster, equally: bool) -> None:
+    joint, outlook = plan_jointly(cluster, Outlook())
+    central = objective(cluster, outlook, joint)
+    local = local_objective(cluster, outlook, equally=equally)
+    assert central.now >= 0.99 * local.now
+    if equally is False:
+        assert central.settled >= 0.99 * local.settled
+
+
+@st.composite
+def wild_reports(draw: st.DrawFn, name: str) -> Report:
+    """Whatever `check_report` lets in."""
+    count = st.sampled_from([0, 1, 7, 2**32 - 1])
+    mean = st.sampled_from([0.0, 1e-9, 0.3, 5.0, 1e4, 2.0**31])
+    tenants = [
+        TenantReport(
+            t,
+            draw(count),
+            draw(count),
+            draw(count),
+            draw(st.sampled_from([0.0, 1e-9, 50.0, 1e9])),
+            draw(st.sampled_from([(), (0,) * 64, (2**32 - 1,) * 64, bins({0.9: 5})])),
+        )
+        for t in draw(st.sets(st.sampled_from("abc")))
+    ]
+    uses = tuple(
+        DrafterUse(d, draw(count), draw(st.sampled_from([0.0, 3600.0])))
+        for d in draw(st.sets(st.sampled_from("de")))
+    )
+    return Report(
+        name,
+        draw(st.integers(0, 2)),
+        draw(st.integers(0, 3)),
+        draw(st.sampled_from([1e-6, 0.05, 3600.0])),
+        draw(count),
+        draw(mean),
+        draw(mean),
+        draw(mean),
+        0.0,
+        0,
+        0,
+        tuple(tenants),
+        uses,
+    )
+
+
+@settings(PATIENT, max_examples=40)
+@given(st.data(), st.sampled_from([0.0, 1e-3, 500.0, 1e9]))
+def test_whatever_a_report_may_say_can_be_planned_with(data: st.DataObject, rate: float) -> None:
+    outlook = Outlook()
+    for _ in range(3):
+        names = data.draw(st.sets(st.sampled_from("uvw"), min_size=1))
+        views = {
+            name: VerifierView(
+                data.draw(step_costs()), 7, check_report(data.draw(wild_reports(name)))
+            )
+            for name in sorted(names)
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            joint, outlook = plan_jointly(Cluster(views, {"d": rate, "e": rate}), outlook)
+        assert math.isfinite(joint.objective)
+        for name, mine in joint.verifiers.items():
+            mark = (mine.epoch, mine.seen_through)
+            check_plan(Plan(1, name, *mark, 1.0, mine.directions, mine.draft_budgets, mine.shares))
+
+
+def test_two_tenants_on_unequal_verifiers_are_worth_a_tenth_more_together() -> None:
+    """Easy's drafts stand, hard's do not; at `dear` no draft pays. Alone, each serves 1 : 3."""
+    tenants = [tenant("easy", 10, 0.95, 50), tenant("hard", 10, 0.02, 50)]
+    now = cluster(
+        {"cheap": view(CHEAP, *tenants), "dear": view(DEAR, *tenants)},
+        None,
+        {"easy": 1.0, "hard": 3.0},
+    )
+    joint, outlook = plan_jointly(now, Outlook())
+    central, local = objective(now, outlook, joint), local_objective(now, outlook)
+    assert central.settled >= 1.10 * local.settled
+    assert joint.verifiers["cheap"].shares["easy"] > 0.25 > joint.verifiers["dear"].shares["easy"]
+
+
+def test_tenants_that_do_not_wait_keep_their_share_and_others_get_the_rest() -> None:
+    tenants = [tenant("a", 5, 0.9, 9), tenant("b", 5, 0.9, 9), tenant("calm", 5, 0.9)]
+    shares = planned(cluster({"v": view(CHEAP, *tenants)}, None, {"a": 3.0})).verifiers["v"].shares
+    assert shares == pytest.approx({"a": 0.6, "b": 0.2, "calm": 0.2}, abs=0.01)
+
+
+def test_nobody_is_told_shares_where_only_one_waits() -> None:
+    tenants = [tenant("a", 5, 0.9, 9), tenant("b", 5, 0.9)]
+    assert planned(cluster({"v": view(CHEAP, *tenants)})).verifiers["v"].shares == {}
+
+
+def test_shares_lean_to_the_tenant_that_was_served_too_little() -> None:
+    """Whatever the reason, and by no more than a factor of two to each side."""
+    tenants = [tenant("a", 5, 0.9, 9, tokens=500), tenant("b", 5, 0.9, 9, tokens=500)]
+    outlook, shares = Outlook(), []
+    for i in range(1, 60):
+        sent = {n: view(CHEAP, *tenants, name=n, seen_through=i) for n in "vw"}
+        joint, outlook = plan_jointly(cluster(sent, None, {"a": 3.0, "b": 1.0}), outlook)
+        shares.append(joint.verifiers["v"].shares["a"])
+    assert shares[0] == pytest.approx(0.75, abs=0.02)
+    assert shares == sorted(shares)
+    assert 0.85 < shares[-1] < 3 * 4 / (3 * 4 + 1) + 0.01
+    rested = [replace(t, queued=0) for t in tenants]
+    for i in range(60, 200):
+        sent = {n: view(CHEAP, *rested, name=n, seen_through=i) for n in "vw"}
+        joint, outlook = plan_jointly(cluster(sent, None, {"a": 3.0, "b": 1.0}), outlook)
+    assert max(map(abs, outlook.lean.values())) < 0.01
+
+
+def test_a_tenant_that_nobody_knows_has_the_default_share() -> None:
+    tenants = [tenant("a", 5, 0.9, 9), tenant("stranger", 5, 0.9, 9)]
+    now = replace(cluster({"v": view(CHEAP, *tenants)}, None, {"a": 3.0}), default_share=1.0)
+    assert planned(now).verifiers["v"].shares == pytest.approx(
+        {"a": 0.75, "stranger": 0.25}, abs=0.01
+    )
+
+
+@settings(PATIENT, max_examples=20)
+@given(clusters())
+def test_the_same_reports_make_the_same_plan(cluster: Cluster) -> None:
+    first, outlook = plan_jointly(cluster, Outlook())
+    assert plan_jointly(cluster, Outlook())[0] == first
+    again = plan_jointly(cluster, outlook)[0]
+    assert again == plan_jointly(cluster, outlook)[0]
