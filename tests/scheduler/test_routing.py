@@ -70,14 +70,28 @@ def routed(
 def test_pace_is_what_the_report_says_of_a_request_in_a_step() -> None:
     tenants = (TenantReport("t", tokens=60), TenantReport("u", tokens=20))
     report = reporting(4.0, context=400.0, prefill_tokens=7.0, tenants=tenants)
-    for drafted, drafts in (
-        (30, 0.75),
-        (280, 2.0),
-    ):  # of 40 rounds; at most what stood and one more
+    # In 40 rounds: all that came, or what stood and one more.
+    for drafted, drafts in ((30, 0.75), (280, 2.0)):
         told = replace(report, drafters=(DrafterUse("d", drafted, 0.0),))
         assert Pace.of(told) == Pace(tau=2.0, drafts=drafts, context=100.0, prefill=7.0)
     assert Pace.of(report).drafts == 0
     assert Pace.of(None) == Pace.of(reporting(4.0, steps=0)) == Pace.of(reporting(0.0)) == Pace()
+
+
+def test_who_was_idle_is_taken_for_what_the_others_are() -> None:
+    """Else a verifier whose drafts are known to pay would draw all requests, and one interval's
+    luck would."""
+    busy, idle = verifiers(2)
+    busy = replace(busy, claimed_runs=4, report=reporting(4.0, tau=3.0, steps=3))
+    fleet = Fleet([busy, idle])
+    assert fleet.gain[1] == pytest.approx(fleet.gain[0], rel=0.05)
+    assert fleet.rate[1] > fleet.rate[0]
+    alike = [replace(v, report=reporting(4.0, tau, 3)) for v, tau in zip((busy, idle), (2.6, 3.4))]
+    gain = Fleet([replace(v, claimed_runs=4) for v in alike]).gain
+    assert gain[0] == pytest.approx(gain[1], rel=0.05)
+    sure = [replace(v, report=reporting(4.0, tau, 500)) for v, tau in zip(alike, (1.0, 3.0))]
+    gain = Fleet(sure).gain
+    assert gain[1] > 2 * gain[0]  # what many rounds say is believed
 
 
 def test_gain_is_the_difference_of_theta() -> None:

@@ -20,6 +20,9 @@ BoolArray = NDArray[np.bool_]
 
 # Busier than this a drafter is as good as never idle: waits grow without bound from here.
 MOST_BUSY = 0.99
+# Rounds of a verifier's own report that weigh as much as what all report together. One interval is a
+# step or two, and its luck must not draw every request there; who was idle has nothing to tell.
+USUAL_ROUNDS = 100.0
 # Draft tokens a second of a drafter that has not measured itself.
 UNKNOWN_CAPACITY = 1000.0
 
@@ -36,8 +39,8 @@ class Pace:
 
     @classmethod
     def of(cls, report: Report | None) -> Pace:
-        """Draft tokens verified are not told. They are taken for those that stood and one that fell,
-        at most all that came. Without a decoding step: plain decoding."""
+        """Draft tokens verified are not told: they are taken for those that stood and one that fell,
+        at most what came. Without a decoding step: plain decoding."""
         rounds = 0.0 if report is None else report.steps * report.requests
         if report is None or not rounds > 0:
             return cls()
@@ -137,7 +140,7 @@ class Fleet:
         self.max_runs = self.max_sequences + _numbers(v.card.max_waiting for v in self.verifiers)
         self.claimed_tokens = _numbers(v.claimed_tokens for v in self.verifiers)
         self.runs = _numbers(v.runs for v in self.verifiers)
-        self._pace = [Pace.of(v.report) for v in self.verifiers]
+        self._pace = paces([v.report for v in self.verifiers])
         self.gain = np.empty(len(self.verifiers))
         self.rate = np.empty(len(self.verifiers))
         for i in range(len(self.verifiers)):
@@ -191,6 +194,22 @@ class Fleet:
             self.gain[i] = pace.tau * ((R + 1) / after - R / before)
         if runs >= most:
             self.gain[i] = (most - 1 - runs) / most
+
+
+def paces(reports: Sequence[Report | None]) -> list[Pace]:
+    """How a request goes on at each of several verifiers: what was seen there, shrunk to what was
+    seen everywhere."""
+    own = [Pace.of(report) for report in reports]
+    rounds = np.array([r.steps * r.requests if r is not None else 0.0 for r in reports])
+    if not rounds.sum():
+        return own
+    seen = np.array([(pace.tau, pace.drafts, pace.context) for pace in own])
+    weight = (rounds / (rounds + USUAL_ROUNDS))[:, None]
+    mixed = weight * seen + (1 - weight) * (rounds @ seen / rounds.sum())
+    return [
+        Pace(tau, drafts, was.context if n else context, was.prefill)
+        for (tau, drafts, context), was, n in zip(mixed.tolist(), own, rounds.tolist(), strict=True)
+    ]
 
 
 def _hash(replica_id: str) -> int:

@@ -140,7 +140,7 @@ def show(found: Sequence[Mapping[str, Any]], out: Console) -> None:
                 _milliseconds(arm["ttft_s"]),
                 _milliseconds(arm["tpot_s"]),
                 f"{tau:.2f}" if tau else "–",
-                _times(result["ratios"].get(name)),
+                times(result["ratios"].get(name, {}).get("throughput")),
             )
         out.print(table)
     out.print(
@@ -178,10 +178,10 @@ def _milliseconds(points: Mapping[str, float]) -> str:
     return f"{1e3 * points['p50']:.0f} / {1e3 * points['p99']:.0f}"
 
 
-def _times(ratios: Mapping[str, Any] | None) -> str:
-    if ratios is None:
+def times(ratio: Mapping[str, Any] | None) -> str:
+    """A `Ratio` in words, nothing for none."""
+    if ratio is None:
         return ""
-    ratio = ratios["throughput"]
     if ratio["low"] is None:
         return f"{ratio['ratio']:.2f}×"
     return f"{ratio['ratio']:.2f}× ({ratio['low']:.2f} to {ratio['high']:.2f})"

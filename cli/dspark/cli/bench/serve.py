@@ -188,21 +188,26 @@ async def _measured(arms: Sequence[Arm], plan: Plan, cells: list[Cell], time_lim
         await measure(arms, plan, cells, say)
 
 
+def parse_users(text: str) -> list[int]:
+    """Of `1,4,16`; else InvalidRequest."""
+    found = []
+    for word in text.split(","):
+        try:
+            users = int(word)
+        except ValueError:
+            users = 0
+        if not 1 <= users <= MOST_USERS:
+            raise InvalidRequest("concurrency", word, f"is not a whole number in [1, {MOST_USERS}]")
+        found.append(users)
+    return found
+
+
 def _loads(concurrency: str | None, rates: Sequence[float] | None) -> list[Load]:
     from dspark.cli.bench.load import Closed, Open
 
     loads: list[Load] = []
     if concurrency is not None or not rates:
-        for word in (concurrency or DEFAULT_CONCURRENCY).split(","):
-            try:
-                users = int(word)
-            except ValueError:
-                users = 0
-            if not 1 <= users <= MOST_USERS:
-                raise InvalidRequest(
-                    "concurrency", word, f"is not a whole number in [1, {MOST_USERS}]"
-                )
-            loads.append(Closed(users))
+        loads += map(Closed, parse_users(concurrency or DEFAULT_CONCURRENCY))
     for rate in rates or ():
         if not 0 < rate < float("inf"):
             raise InvalidRequest("rate", rate, "must be above 0 requests a second")

@@ -1,0 +1,174 @@
+"""What a simulated verifier asks of drafters, and what comes back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark.core.sampling import SamplingMode
+from dspark.scheduler.simulation.drafters import CHECKPOINT, Ask
+from dspark.scheduler.simulation.measures import Measures
+from dspark.scheduler.simulation.planning import Guide, Step, StepPlanner
+from dspark.scheduler.simulation.profiles import FloatArray, IntArray, Source, survival
+from dspark.scheduler.simulation.reporting import Tally
+from dspark.scheduler.simulation.rows import Rows
+from dspark.scheduler.step_cost import StepCost
+
+BESIDE = "beside"  # the drafter that shares the verifier's machine
+# Weight of the newest step in the mean seconds that drafts take, as in the engine's desk.
+DRAFT_RATE = 0.1
+
+
+class DraftDesk:
+    """verifier: by number. drafters: replica ids of the pool, by number; none: the verifier drafts
+    for itself, and drafting B tokens takes `share` of T(B). outstanding: by group, asks that its
+    next step waits for."""
+
+    def __init__(
+        self,
+        verifier: int,
+        rows: Rows,
+        planner: StepPlanner,
+        tally: Tally,
+        measures: Measures,
+        source: Source,
+        drafters: Sequence[str],
+        *,
+        cost: StepCost,
+        share: float,
+        gamma: int,
+        groups: int,
+        mode: SamplingMode,
+        guide: Guide | None,
+    ) -> None:
+        self._verifier = verifier
+        self._rows = rows
+        self._planner = planner
+        self._tally = tally
+        self._measures = measures
+        self._source = source
+        self._drafters = drafters
+        self._cost = cost
+        self._share = share
+        self._gamma = gamma
+        self._mode = mode
+        self._guide = guide
+        self.outstanding = [0] * groups
+        self._rounds = [0] * groups  # so that a late draft is known
+        self._asked_at = [-1.0] * groups  # of the drafts that a group's next step waits for
+        self._fresh: list[list[IntArray]] = [[] for _ in range(groups)]  # arrived, not yet drawn
+        self._received = 0
+        self._draft_s = 0.0
+
+    def ask(self, group: int, step: Step, now: float) -> tuple[list[Ask], float]:
+        """After a step of a group: asks for drafters of the pool, or the seconds of drafting beside
+        the target."""
+        rows, at = self._rows, self._rows.of_group(group)
+        at = at[(rows.prefill[at] == 0) & (rows.left[at] > 1)]
+        at = self._planner.worth_asking(rows, at, self._draft_s / max(step.R, 1), step)
+        if not len(at):
+            return [], 0.0
+        lengths = np.minimum(self._gamma, rows.left[at] - 1)
+        if not self._drafters:
+            seconds = self._share * self._cost.seconds(0, 0, int(lengths.sum()), 0)
+            self._take(group, at, lengths, BESIDE, seconds, now)
+            if seconds:
+                self._exposed(seconds, len(at), now)
+            return [], seconds
+        asks = []
+        order = np.argsort(rows.drafter[at], kind="stable")
+        at, lengths = at[order], lengths[order]
+        drafter = rows.drafter[at]
+        edges = [0, *(np.flatnonzero(np.diff(drafter)) + 1).tolist(), len(at)]
+        for first, end in itertools.pairwise(edges):
+            d = int(drafter[first])
+            slots, sizes = self._affordable(d, at[first:end], lengths[first:end])
+            if d >= 0 and len(slots):
+                asks.append(Ask(self._verifier, group, self._rounds[group], d, slots, sizes, now))
+        if asks:
+            self.outstanding[group] = len(asks)
+            self._asked_at[group] = now
+        return asks, 0.0
+
+    def arrived(self, ask: Ask, now: float) -> None:
+        """Drafts come; those of a round that is over are dropped."""
+        if ask.round != self._rounds[ask.group]:
+            self._measures.add_late(now)
+            return
+        self.outstanding[ask.group] -= 1
+        name = self._drafters[ask.drafter]
+        self._take(ask.group, ask.slots, ask.lengths, name, now - ask.asked_at, now)
+
+    def give_up(self, group: int, round_number: int) -> None:
+        """A group's drafts take too long: it goes on without those that are missing."""
+        if round_number == self._rounds[group]:
+            self.outstanding[group] = 0
+            self._rounds[group] += 1
+
+    def step_begins(self, group: int, decoding: int, free_since: float, now: float) -> None:
+        """free_since: when the verifier had nothing else to do."""
+        asked_at, self._asked_at[group] = self._asked_at[group], -1.0
+        if asked_at >= 0:
+            self._exposed(max(now - max(asked_at, free_since), 0.0), decoding, now)
+        if fresh := self._fresh[group]:
+            at = np.concatenate(fresh)
+            blocks = self._source.take(self._rows.domain[at])
+            alive = survival(blocks.logits, self._temperatures())
+            self._rows.give(at, blocks, alive)
+            fresh.clear()
+
+    def step_ends(self, group: int) -> None:
+        self._rounds[group] += 1
+
+    def _exposed(self, seconds: float, rounds: int, now: float) -> None:
+        """So many rounds waited so long for their drafts, with nothing to hide it."""
+        rate = DRAFT_RATE if self._draft_s else 1.0
+        self._draft_s += rate * (seconds - self._draft_s)
+        self._tally.add_exposed(seconds, rounds)
+        self._measures.add_wait(now, seconds, rounds)
+
+    def _affordable(
+        self, drafter: int, at: IntArray, lengths: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Where the plan's budget is short, those go first whose drafts save most, and those first
+        of all that nobody knows yet."""
+        if self._guide is None or drafter < 0:
+            return at, lengths
+        wanted = int(lengths.sum())
+        left = self._guide.affordable(self._drafters[drafter], wanted)
+        if left >= wanted:
+            return at, lengths
+        saving = self._rows.saving[at]
+        order = np.argsort(-np.where(np.isnan(saving), np.inf, saving), kind="stable")
+        chosen = []
+        for i in order.tolist():
+            if lengths[i] <= left:
+                left -= int(lengths[i])
+                chosen.append(i)
+        keep = np.array(sorted(chosen), np.intp)
+        return at[keep], lengths[keep]
+
+    def _take(
+        self,
+        group: int,
+        at: IntArray,
+        lengths: IntArray,
+        drafter: str,
+        latency_s: float,
+        now: float,
+    ) -> None:
+        """Drafts are here. What they are is drawn when all of their step are, in one go."""
+        self._rows.block[at] = lengths
+        self._rows.number[at] = np.arange(self._received + 1, self._received + 1 + len(at))
+        self._received += len(at)
+        self._fresh[group].append(at)
+        tokens = int(lengths.sum())
+        self._tally.add_drafts(drafter, tokens, len(at))
+        self._measures.add_drafts(now, tokens, latency_s)
+
+    def _temperatures(self) -> FloatArray:
+        if self._guide is None:
+            return np.ones(self._gamma)
+        return self._guide.temperatures(CHECKPOINT, self._mode, self._gamma)

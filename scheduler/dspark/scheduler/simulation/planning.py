@@ -1,0 +1,200 @@
+"""Verify lengths at a simulated verifier: the functions that serve, called in the order in which
+the verifier's engine calls them (services, `verifier/planning.py`, which also knows real drafts).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.core.drafts import MAX_GAMMA
+from dspark.core.plans import Directions, Plan
+from dspark.core.sampling import SamplingMode
+from dspark.scheduler.joint import SMALLEST_GAIN
+from dspark.scheduler.planner import (
+    Policy,
+    PolicyKind,
+    capacity,
+    plan,
+    probe_interval,
+    saving,
+    scaled,
+    worth_drafting,
+)
+from dspark.scheduler.simulation.profiles import FloatArray, IntArray
+from dspark.scheduler.simulation.rows import Rows
+from dspark.scheduler.step_cost import StepCost
+
+# Weight of the newest round in a sequence's mean saving, as in the engine.
+SAVING_RATE = 0.2
+
+
+class Guide(Protocol):
+    """How a verifier follows plans: the engine's own `Guidance`."""
+
+    def registered(self, replica: str, epoch: int) -> None: ...
+
+    def take(self, plan: Plan) -> bool: ...
+
+    def directions(self, oldest_draft: int | None) -> Directions | None: ...
+
+    def bypasses(self, tenant: str) -> bool: ...
+
+    def temperatures(self, drafter_id: str, mode: SamplingMode, gamma: int) -> FloatArray: ...
+
+    def affordable(self, drafter: str, wanted: int) -> int: ...
+
+
+MakeGuide = Callable[[Callable[[], float]], Guide]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """at: slots that decode. lengths: draft tokens of each to verify. seconds: what it should take;
+    plain_s: without drafts."""
+
+    at: IntArray
+    lengths: IntArray
+    P: int
+    R: int
+    B: int
+    context: int
+    seconds: float
+    plain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    survivals: list[FloatArray]
+    P: int
+    R: int
+    context: int
+    seen_through: int
+
+
+class StepPlanner:
+    """guide: None plans locally. tenants: names by number. old_steps: see `Scheduling`.
+    local_plans: steps of `top-k` whose K could not come from the past. guided_plans: that took
+    numbers from the centre."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        cost: StepCost,
+        tenants: Sequence[str],
+        max_tokens: int,
+        *,
+        sampled: bool,
+        old_steps: int = 1,
+        guide: Guide | None = None,
+    ) -> None:
+        self.local_plans = 0
+        self.guided_plans = 0
+        self._policy = policy
+        self._joint = policy.kind in (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
+        self._cost = cost
+        self._tenants = tenants
+        self._max_tokens = max_tokens
+        self._sampled = sampled
+        self._guide = guide
+        self._past: deque[_Past] = deque(maxlen=old_steps)
+
+    def plan(self, rows: Rows, at: IntArray, P: int, context: int) -> Step:
+        """The step of the decoding slots `at` beside P prefill tokens."""
+        R = len(at)
+        lengths = np.zeros(R, np.intp)
+        if R and self._policy.kind is not PolicyKind.NONE:
+            lengths = self._lengths(rows, at, P, context)
+        B = P + R + int(lengths.sum())
+        return Step(
+            at, lengths, P, R, B, context,
+            seconds=self._cost.seconds(P, R, B, context),
+            plain_s=self._cost.seconds(P, R, P + R, context),
+        )  # fmt: skip
+
+    def _lengths(self, rows: Rows, at: IntArray, P: int, context: int) -> IntArray:
+        R, caps = len(at), rows.block[at]
+        drafted = caps > 0
+        bound = self._sampled and bool(drafted.any())
+        oldest = int(rows.number[at[drafted]].min()) if bound else None
+        directions = None if self._guide is None else self._guide.directions(oldest)
+        self.guided_plans += directions is not None
+        K = self._capacity(directions, R, oldest)
+        weights = None
+        if directions is not None:
+            if directions.caps:
+                most = self._by_tenant(directions.caps, MAX_GAMMA)
+                caps = np.minimum(caps, most[rows.tenant[at]]).astype(np.intp)
+            if directions.weights:
+                weights = self._by_tenant(directions.weights, 1.0)[rows.tenant[at]]
+        survivals = list(rows.survival[at])
+        planned = plan(
+            survivals, self._cost, P, R, context, self._policy, K, caps, weights,
+            lookahead=not self._sampled, max_tokens=self._max_tokens,
+        )  # fmt: skip
+        if self._joint and not self._sampled:
+            tokens = R + sum(float(a[:n].sum()) for a, n in zip(survivals, planned, strict=True))
+            cost = self._cost.curve(P, R, context, int(planned.sum()))
+            if tokens / R * float(cost[0] / cost[-1]) - 1 < SMALLEST_GAIN:
+                return np.zeros_like(planned)
+        return planned
+
+    def _by_tenant(self, values: Mapping[str, float], default: float) -> FloatArray:
+        return np.array([values.get(name, default) for name in self._tenants], np.float64)
+
+    def _capacity(self, directions: Directions | None, R: int, oldest: int | None) -> int | None:
+        if not self._joint:
+            return None
+        if directions is not None and directions.capacity is not None and directions.requests > 0:
+            return scaled(directions.capacity, directions.requests, R)
+        if self._policy.kind is not PolicyKind.TOP_K:
+            return None
+        past = self._past[0] if len(self._past) == self._past.maxlen else None
+        if past is None or (oldest is not None and oldest <= past.seen_through):
+            self.local_plans += 1
+            return None
+        K = capacity(past.survivals, self._cost, past.P, past.R, past.context)
+        return scaled(K, past.R, R)
+
+    def learn(self, rows: Rows, step: Step) -> None:
+        """The verdicts of a step are in."""
+        at = step.at[rows.block[step.at] > 0]
+        if not self._joint or not len(at):
+            return
+        survivals = [a[:n] for a, n in zip(rows.survival[at], rows.block[at], strict=True)]
+        if self._policy.kind is PolicyKind.TOP_K:
+            without = [np.empty(0)] * (step.R - len(at))
+            newest = int(rows.number[at].max())
+            self._past.append(_Past([*survivals, *without], step.P, step.R, step.context, newest))
+        lengths = step.lengths[rows.block[step.at] > 0]
+        saved = saving(survivals, lengths, step.R / step.plain_s, step.seconds - step.plain_s)
+        before = np.where(np.isnan(rows.saving[at]), saved, rows.saving[at])
+        rows.saving[at] = (1 - SAVING_RATE) * before + SAVING_RATE * saved
+
+    def worth_asking(self, rows: Rows, at: IntArray, draft_s: float, step: Step) -> IntArray:
+        """Those of slots `at` to draft for. draft_s: seconds of a round that drafting takes and
+        nothing hides, a request's part of them."""
+        if not self._joint:
+            return at if self._policy.kind is not PolicyKind.NONE else at[:0]
+        R = max(step.R, 1)
+        wanted: NDArray[np.bool_] = np.array(
+            [
+                worth_drafting(None if s != s else s, draft_s, step.seconds, unasked, R)
+                for s, unasked in zip(
+                    rows.saving[at].tolist(), rows.unasked[at].tolist(), strict=True
+                )
+            ],
+            np.bool_,
+        )
+        if self._guide is not None:
+            bypassed = np.array([self._guide.bypasses(name) for name in self._tenants])
+            if bypassed.any():
+                due = rows.unasked[at] >= probe_interval(draft_s, step.seconds, R)
+                wanted = np.where(bypassed[rows.tenant[at]], due, wanted)
+        rows.unasked[at] = np.where(wanted, 0, rows.unasked[at] + 1)
+        return at[wanted]
