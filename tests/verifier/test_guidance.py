@@ -327,3 +327,14 @@ def test_numbers_that_no_planner_makes_are_named(wrong: dict[str, object], field
     with pytest.raises(InvalidRequest) as told:
         check_plan(replace(plan_of(), **wrong))  # type: ignore[arg-type]
     assert told.value.field == field
+
+
+def test_a_drafter_that_costs_nothing_is_asked_every_round_whatever_it_says() -> None:
+    """Its probes cost less than a hundredth of a step each time, so there is nothing to leave out;
+    what is verified stays the planner's to say."""
+    drafter = ScriptedDrafter(oracle(RULE, logit=-9.0))
+    of = Scene(toy_engine(ToyBackend(RULE, 50), drafter, verify="early-stop"))
+    of.ask(request("a", [1, 2], greedy(30)))
+    rounds = [c for c in of.answers["a", 0].commits if c.speculation.rounds]
+    assert all(c.speculation.drafted for c in rounds[:-1])
+    assert not any(c.speculation.verified for c in rounds)

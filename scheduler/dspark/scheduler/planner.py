@@ -239,8 +239,9 @@ def worth_drafting(
     """Whether to draft for a request at all: by its running mean of `saving`, or to probe again.
 
     expected_saving_s: mean a round over past rounds, None before the first. draft_s: seconds of a
-    round that its draft takes and nothing hides. A bypassed request says nothing new about itself,
-    so every `probe_interval` rounds it is drafted for anyway. Uses the past only.
+    round that its draft takes and nothing hides. rounds_since_probe: this one included. A bypassed
+    request says nothing new about itself, so every `probe_interval` rounds it is drafted for
+    anyway. Uses the past only.
     """
     if expected_saving_s is None or expected_saving_s > draft_s:
         return True

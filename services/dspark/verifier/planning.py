@@ -196,12 +196,10 @@ class StepPlanner:
         policy = self._policy(sequence)
         if not _is_joint(policy):
             return policy.kind is not PolicyKind.NONE
+        R, since_probe = max(step.R, 1), sequence.rounds_unasked + 1  # this round is one of them
         if self._guidance.bypasses(sequence.state.request.tenant):
-            interval = probe_interval(draft_s, step.seconds, max(step.R, 1))
-            return sequence.rounds_unasked >= interval
-        return worth_drafting(
-            sequence.saving_s, draft_s, step.seconds, sequence.rounds_unasked, max(step.R, 1)
-        )
+            return since_probe >= probe_interval(draft_s, step.seconds, R)
+        return worth_drafting(sequence.saving_s, draft_s, step.seconds, since_probe, R)
 
 
 def _is_joint(policy: Policy) -> bool:

@@ -184,7 +184,7 @@ class StepPlanner:
         R = max(step.R, 1)
         wanted: NDArray[np.bool_] = np.array(
             [
-                worth_drafting(None if s != s else s, draft_s, step.seconds, unasked, R)
+                worth_drafting(None if s != s else s, draft_s, step.seconds, unasked + 1, R)
                 for s, unasked in zip(
                     rows.saving[at].tolist(), rows.unasked[at].tolist(), strict=True
                 )
@@ -194,7 +194,7 @@ class StepPlanner:
         if self._guide is not None:
             bypassed = np.array([self._guide.bypasses(name) for name in self._tenants])
             if bypassed.any():
-                due = rows.unasked[at] >= probe_interval(draft_s, step.seconds, R)
+                due = rows.unasked[at] + 1 >= probe_interval(draft_s, step.seconds, R)
                 wanted = np.where(bypassed[rows.tenant[at]], due, wanted)
         rows.unasked[at] = np.where(wanted, 0, rows.unasked[at] + 1)
         return at[wanted]
