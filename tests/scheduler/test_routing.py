@@ -86,12 +86,15 @@ def test_who_was_idle_is_taken_for_what_the_others_are() -> None:
     fleet = Fleet([busy, idle])
     assert fleet.gain[1] == pytest.approx(fleet.gain[0], rel=0.05)
     assert fleet.rate[1] > fleet.rate[0]
-    alike = [replace(v, report=reporting(4.0, tau, 3)) for v, tau in zip((busy, idle), (2.6, 3.4))]
-    gain = Fleet([replace(v, claimed_runs=4) for v in alike]).gain
-    assert gain[0] == pytest.approx(gain[1], rel=0.05)
-    sure = [replace(v, report=reporting(4.0, tau, 500)) for v, tau in zip(alike, (1.0, 3.0))]
-    gain = Fleet(sure).gain
-    assert gain[1] > 2 * gain[0]  # what many rounds say is believed
+
+    def gains(steps: int, *taus: float) -> list[float]:
+        each = [replace(busy, report=reporting(4.0, tau, steps)) for tau in taus]
+        return Fleet(each).gain.tolist()
+
+    lucky = gains(3, 2.6, 3.4)
+    assert lucky[0] == pytest.approx(lucky[1], rel=0.05)
+    sure = gains(500, 1.0, 3.0)
+    assert sure[1] > 2 * sure[0]  # what many rounds say is believed
 
 
 def test_gain_is_the_difference_of_theta() -> None:

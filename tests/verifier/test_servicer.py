@@ -309,6 +309,19 @@ async def test_another_epoch_is_unavailable() -> None:
         assert (await stream.end("mine")).reason == (await stream.end("any")).reason == LENGTH
 
 
+async def test_every_epoch_of_this_process_is_welcome() -> None:
+    """A store that was emptied makes it register again: leases of before name its earlier epoch,
+    and a gateway may hear of the next one before the verifier does."""
+    async with served(engine(), Replica("v1", "host:1")) as of, stream_to(of) as stream:
+        of.servicer.begin_life(7)
+        of.servicer.begin_life(9)
+        epochs = (6, 7, 9, 11)
+        await stream.run(*(a_run(str(epoch), epoch=epoch) for epoch in epochs))
+        ends = [await stream.end(str(epoch)) for epoch in epochs]
+        assert ends[0].error.code == nouns.ERROR_CODE_UNAVAILABLE
+        assert [end.reason for end in ends[1:]] == [LENGTH] * 3
+
+
 @pytest.mark.parametrize("first", [{}, {"run": a_run("a")}, None], ids=["empty", "run", "nothing"])
 async def test_a_stream_without_hello_ends_with_a_clear_status(
     first: dict[str, Any] | None,

@@ -8,8 +8,14 @@ import pytest
 from dspark.core.reports import SURVIVAL_BINS, Report
 from dspark.core.sampling import SamplingMode
 from dspark.verifier.tally import (
+    IDLE_INTERVALS,
     MAX_DRAFTS,
+    VERDICTS_S,
+    Crowd,
     FinishedDraft,
+    Reporter,
+    Tally,
+    TenantCrowd,
     report_of,
     survival_histogram,
     verdict_counts,
@@ -40,7 +46,8 @@ def scene(wrong_every: int = 4, **config: object) -> Scene:
 
 
 def report(of: Scene) -> Report:
-    return report_of(*of.engine.take_tally(), "v1", 3)
+    tally, crowd = of.engine.take_tally()
+    return report_of(tally, crowd, "v1", 3, judged=tally.drafts)
 
 
 def test_a_report_adds_up_to_what_was_committed_and_verified() -> None:
@@ -144,3 +151,69 @@ def test_survivals_fall_into_equal_bins(a: float, at: int) -> None:
     assert len(histogram) == SURVIVAL_BINS
     assert histogram[at] == 1
     assert sum(histogram) == 1
+
+
+# --- reports of many intervals
+
+
+def seen(now: float, seen_through: int, *drafts: FinishedDraft) -> tuple[Tally, Crowd]:
+    """What a busy engine says of an interval that ends now."""
+    tally = Tally(now - 0.05, steps=1, requests=1)
+    tally.drafts.extend(drafts)
+    return tally, Crowd(now, seen_through, 10, {"x": TenantCrowd(active=1)})
+
+
+def finished(number: int) -> FinishedDraft:
+    z, a = np.full(2, LOGIT, np.float32), np.array([0.9, 0.8])
+    return FinishedDraft(number, "x", "d", SamplingMode.GREEDY, z, a, judged=2, accepted=1)
+
+
+def verdicts_in(told: Report | None) -> int:
+    assert told is not None
+    return sum(sum(map(sum, v.reached)) for t in told.tenants for v in t.verdicts)
+
+
+def test_verdicts_go_up_once_a_second_and_survivals_each_time() -> None:
+    reporter = Reporter("v1", 3)
+    told = []
+    for number in range(1, 81):
+        told.append(reporter.report(*seen(0.05 * number, number, finished(number))))
+    assert all(r is not None and sum(r.tenants[0].survivals) == 2 for r in told)
+    counts = [verdicts_in(r) for r in told]
+    at = [i for i, count in enumerate(counts) if count]
+    assert len(at) == 4
+    assert min(np.diff(at)) >= 0.95 * VERDICTS_S / 0.05
+    assert sum(counts[: at[-1] + 1]) == 2 * (at[-1] + 1)  # each draft's once
+
+
+def test_a_report_that_is_lost_loses_its_own_verdicts_only() -> None:
+    reporter = Reporter("v1", 3)
+    assert verdicts_in(reporter.report(*seen(1.0, 1, finished(1)))) == 2  # lost on the way
+    assert verdicts_in(reporter.report(*seen(1.5, 2, finished(2)))) == 0
+    assert verdicts_in(reporter.report(*seen(2.1, 3, finished(3)))) == 4
+
+
+def test_reports_with_verdicts_differ_in_what_they_have_seen() -> None:
+    """That is how the planner tells a new one from one that it reads again."""
+    reporter = Reporter("v1", 3)
+    assert verdicts_in(reporter.report(*seen(1.0, 7, finished(7)))) == 2
+    assert verdicts_in(reporter.report(*seen(3.0, 7, finished(6)))) == 0
+    assert verdicts_in(reporter.report(*seen(3.1, 8, finished(8)))) == 4
+
+
+def test_an_idle_verifier_says_now_and_then_that_it_is_there() -> None:
+    reporter = Reporter("v1", 3)
+    idle = [
+        reporter.report(Tally(0.05 * i), Crowd(0.05 * i, 0, 10, {})) is not None
+        for i in range(4 * IDLE_INTERVALS)
+    ]
+    assert 4 <= sum(idle) <= 9
+    assert idle[0]  # the newest state goes out before it falls silent
+
+
+def test_the_last_verdicts_go_up_though_the_verifier_is_idle_by_then() -> None:
+    reporter = Reporter("v1", 3)
+    reporter.report(*seen(1.0, 1, finished(1)))
+    reporter.report(*seen(1.1, 2, finished(2)))
+    told = [reporter.report(Tally(t), Crowd(t, 2, 10, {})) for t in np.arange(1.2, 3.0, 0.05)]
+    assert sum(verdicts_in(r) for r in told if r is not None) == 2

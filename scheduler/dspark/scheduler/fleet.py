@@ -20,8 +20,8 @@ BoolArray = NDArray[np.bool_]
 
 # Busier than this a drafter is as good as never idle: waits grow without bound from here.
 MOST_BUSY = 0.99
-# Rounds of a verifier's own report that weigh as much as what all report together. One interval is a
-# step or two, and its luck must not draw every request there; who was idle has nothing to tell.
+# Rounds of a verifier's own report that weigh as much as what all report together. One interval is
+# a step or two, and its luck must not draw every request there; who was idle has nothing to tell.
 USUAL_ROUNDS = 100.0
 # Draft tokens a second of a drafter that has not measured itself.
 UNKNOWN_CAPACITY = 1000.0
@@ -39,8 +39,8 @@ class Pace:
 
     @classmethod
     def of(cls, report: Report | None) -> Pace:
-        """Draft tokens verified are not told: they are taken for those that stood and one that fell,
-        at most what came. Without a decoding step: plain decoding."""
+        """Draft tokens verified are not told: taken for those that stood and one that fell, at most
+        what came. Without a decoding step: plain decoding."""
         rounds = 0.0 if report is None else report.steps * report.requests
         if report is None or not rounds > 0:
             return cls()

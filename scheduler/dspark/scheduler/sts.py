@@ -45,7 +45,7 @@ ECE_BINS = 20
 _LOW, _HIGH = CONFIDENCE_LOGITS
 _WIDTH = (_HIGH - _LOW) / CONFIDENCE_BINS
 # The logit at the middle of each bin.
-BIN_LOGITS: FloatArray = _LOW + (np.arange(CONFIDENCE_BINS) + 0.5) * _WIDTH
+BIN_LOGITS: FloatArray = np.linspace(_LOW, _HIGH, 2 * CONFIDENCE_BINS + 1)[1::2]
 # Equals are decided for the temperature nearest to 1.
 _PREFERENCE: FloatArray = 1e-12 * np.abs(np.log(GRID))
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
 import grpc
 
 from dspark.client.wire_client import ERROR_METADATA, error_from_rpc
-from dspark.core.errors import Unavailable
+from dspark.core.errors import DsparkError, InvalidRequest, Unavailable
 from dspark.core.leases import Lease, LeaseRequest
 from dspark.core.plans import Plan
 from dspark.core.replicas import DrafterLoad, Member, Pool
@@ -51,20 +53,26 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 class SchedulingClient:
     """`async with SchedulingClient(["host:port", …]) as scheduler: ...`
 
-    addresses: of replicas, all alike; a call that one cannot answer makes the next call go to the
-    next one. Every method may raise Unavailable, which its caller lives with.
+    addresses: of replicas, all alike: one of them by chance, and from a call that it cannot answer
+    on the next one. call_s: seconds for an answer. Every method may raise Unavailable, which its
+    caller lives with.
     """
 
     def __init__(
-        self, addresses: Sequence[str], *, credentials: grpc.ChannelCredentials | None = None
+        self,
+        addresses: Sequence[str],
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        call_s: float = CALL_S,
     ) -> None:
         if not addresses:
             raise ValueError("a scheduler needs at least one address")
         self._addresses = tuple(addresses)
         self._credentials = credentials
+        self._call_s = call_s
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[pb_grpc.SchedulingAsyncStub] = []
-        self._at = 0
+        self._at = random.randrange(len(self._addresses))
 
     async def __aenter__(self) -> SchedulingClient:
         for address in self._addresses:
@@ -125,48 +133,58 @@ class SchedulingClient:
     async def release(self, lease_ids: Collection[str]) -> None:
         await self._call("ReleaseLeases", pb.ReleaseLeasesRequest(lease_ids=lease_ids))
 
-    async def watch(self, pools: Collection[Pool] = ()) -> AsyncIterator[tuple[Member, ...]]:
+    async def watch(self, pools: Collection[Pool] = ()) -> AsyncGenerator[tuple[Member, ...], None]:
         """Members now, and after each change."""
-        call: Any = self._stub.Watch(pb.WatchRequest(pools=map(pool_to_wire, pools)))
-        try:
-            async for response in call:
+        call = self._stub.Watch(pb.WatchRequest(pools=map(pool_to_wire, pools)))
+        async with aclosing(self._heard(call)) as responses:
+            async for response in responses:
                 yield tuple(map(member_from_wire, response.members))
+
+    async def follow(self, reports: AsyncIterator[Report]) -> AsyncGenerator[Plan, None]:
+        """Send reports as they come, and give plans as they come. The first report opens it."""
+        call = self._stub.Follow(report_to_wire(report) async for report in reports)
+        async with aclosing(self._heard(call)) as plans:
+            async for plan in plans:
+                yield plan_from_wire(plan)
+
+    async def _heard(self, call: Any) -> AsyncGenerator[Any, None]:
+        """What a stream brings. It never ends well, and is over when nobody listens any more."""
+        try:
+            async for message in call:
+                yield message
         except grpc.aio.AioRpcError as error:
             raise self._told(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # gRPC's word for a stream whose sending half has failed.
+            raise Unavailable("what is sent to the scheduler has ended") from None
         finally:
             call.cancel()
         raise Unavailable("the scheduler ended the stream")
 
-    async def follow(self, reports: AsyncIterator[Report]) -> AsyncIterator[Plan]:
-        """Send reports as they come, and give plans as they come. The first report opens it."""
-        call: Any = self._stub.Follow(report_to_wire(report) async for report in reports)
-        try:
-            async for plan in call:
-                yield plan_from_wire(plan)
-        except grpc.aio.AioRpcError as error:
-            raise self._told(error) from error
-        finally:
-            call.cancel()
-        raise Unavailable("the scheduler ended the stream")
+    def turn_away(self) -> None:
+        """The next call goes to the next replica."""
+        self._at = (self._at + 1) % len(self._stubs)
 
     @property
     def _stub(self) -> pb_grpc.SchedulingAsyncStub:
         return self._stubs[self._at]
 
-    async def _call(self, method: str, request: Any, timeout_s: float = CALL_S) -> Any:
+    async def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s)
+            return await getattr(self._stub, method)(request, timeout=timeout_s or self._call_s)
         except grpc.aio.AioRpcError as error:
             raise self._told(error) from error
 
-    def _told(self, error: grpc.aio.AioRpcError) -> Exception:
+    def _told(self, error: grpc.aio.AioRpcError) -> DsparkError:
         """What an error says; after one of the replica's own the next call goes to the next."""
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not _said_by_server(error):
-            self._at = (self._at + 1) % len(self._stubs)
-            return Unavailable("the scheduler did not answer in time")
         told = error_from_rpc(error)
+        if not _said_by_server(error) and not isinstance(told, InvalidRequest):
+            told = Unavailable(f"{error.code().name}: {error.details()}")  # gRPC's own word
         if isinstance(told, Unavailable):
-            self._at = (self._at + 1) % len(self._stubs)
+            self.turn_away()
         return told
 
 

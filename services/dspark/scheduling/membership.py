@@ -91,14 +91,14 @@ class Membership:
 
     async def _live(self) -> None:
         """One life after another, until one is fenced."""
-        wait_s = FIRST_RETRY_S
+        wait_s, refusal = FIRST_RETRY_S, ""
         while True:
             try:
                 told = await self._scheduler.register(self._member, self._step_cost)
                 self.epoch = told.epoch
                 self.outage.back(self._clock())
                 log.info("%s is registered, epoch %d", self.replica_id, told.epoch)
-                wait_s = FIRST_RETRY_S
+                wait_s, refusal = FIRST_RETRY_S, ""
                 await self._one_life(told)
             except Fenced as error:
                 log.error("%s: %s", self.replica_id, error)
@@ -106,21 +106,26 @@ class Membership:
                 return
             except NotFound:
                 log.info("%s is not known any more: it registers again", self.replica_id)
-            except DsparkError as error:
+            except Unavailable as error:
                 self.outage.away(self._clock(), error)
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                wait_s = min(2 * wait_s, LAST_RETRY_S)
+            except DsparkError as error:
+                if str(error) != refusal:
+                    log.error("%s is not let in: %s", self.replica_id, error)
+                refusal = str(error)
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, LAST_RETRY_S)
 
     async def _one_life(self, told: Registration) -> None:
         """Until the scheduler does not know this life any more."""
         work = asyncio.ensure_future(self._alive(told))
+        work.add_done_callback(_log_bug)
         try:
             while True:
                 await self._beat()
                 await asyncio.sleep(told.heartbeat_s)
         finally:
             work.cancel()
-            await asyncio.wait((work,))
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _beat(self) -> None:
         try:
@@ -138,3 +143,8 @@ class Membership:
         if drain and not self.draining:
             self.draining = True
             self._on_drain()
+
+
+def _log_bug(work: asyncio.Future[None]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        log.error("what a member does while it lives has failed", exc_info=error)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from dspark.core.drafts import PROTOCOL_VERSION
-from dspark.core.errors import InvalidRequest, Unavailable
+from dspark.core.errors import ConfigError, InvalidRequest, Unavailable
 from dspark.core.plans import Calibration, Plan
 from dspark.core.reports import Report
 from dspark.scheduler.central import Scheduler
@@ -34,10 +34,6 @@ from dspark.scheduling.wire_client import (
 from dspark.serving import Calls, Context
 from dspark.v1 import scheduling_pb2 as pb
 from dspark.v1 import scheduling_pb2_grpc as pb_grpc
-
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Scheduling"].full_name
 
@@ -97,23 +93,31 @@ class SchedulingServicer(pb_grpc.SchedulingServicer):
     async def finish(self, grace_s: float) -> None:
         await self._calls.finish(grace_s)
 
-    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
+    @asynccontextmanager
+    async def _call(self, context: Context) -> AsyncIterator[None]:
         async with self._calls.one(context):
+            try:
+                yield
+            except ConfigError as error:  # an operator's to repair, and no caller's to wait for
+                raise Unavailable(f"this scheduler cannot use its store: {error}") from error
+
+    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
+        async with self._call(context):
             self._check_open()
             cost = step_cost_from_wire(request.step_cost) if request.HasField("step_cost") else None
             told = await self._scheduler.register(member_from_wire(request), cost)
             return pb.RegisterResponse(
                 protocol_version=PROTOCOL_VERSION,
                 epoch=told.epoch,
-                heartbeat_ms=round(1000 * told.heartbeat_s),
-                ttl_ms=round(1000 * told.ttl_s),
+                heartbeat_ms=max(round(1000 * told.heartbeat_s), 1),
+                ttl_ms=max(round(1000 * told.ttl_s), 1),
                 plan_interval_ms=max(round(1000 * told.plan_interval_s), 1),
             )
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
-        async with self._calls.one(context):
+        async with self._call(context):
             drain = await self._scheduler.heartbeat(
                 request.replica_id,
                 request.epoch,
@@ -124,14 +128,14 @@ class SchedulingServicer(pb_grpc.SchedulingServicer):
             return pb.HeartbeatResponse(drain=drain)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        async with self._calls.one(context):
+        async with self._call(context):
             await self._scheduler.leave(request.replica_id, request.epoch)
             return pb.LeaveResponse()
 
     async def AcquireLease(
         self, request: pb.AcquireLeaseRequest, context: Context
     ) -> pb.AcquireLeaseResponse:
-        async with self._calls.one(context):
+        async with self._call(context):
             self._check_open()
             lease = await self._scheduler.acquire(lease_request_from_wire(request))
             return pb.AcquireLeaseResponse(lease=lease_to_wire(lease))
@@ -139,81 +143,73 @@ class SchedulingServicer(pb_grpc.SchedulingServicer):
     async def ReleaseLeases(
         self, request: pb.ReleaseLeasesRequest, context: Context
     ) -> pb.ReleaseLeasesResponse:
-        async with self._calls.one(context):
+        async with self._call(context):
             await self._scheduler.release(tuple(request.lease_ids))
             return pb.ReleaseLeasesResponse()
 
     # Coroutines that write, where the types want generators: one that is left at a `yield` when its
     # caller is lost is closed only when it is collected.
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:  # type: ignore[override]
-        async with self._calls.one(context):
+        async with self._call(context):
             self._check_open()
-            pools = tuple(map(pool_from_wire, request.pools))
-            async for members in _until(self._stopping, self._scheduler.watch(pools)):
-                await context.write(pb.WatchResponse(members=map(member_to_wire, members)))
+            await self._until_stopped(self._send_members(request, context))
 
     async def Follow(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.Report], context: Context
     ) -> None:
-        async with self._calls.one(context):
+        async with self._call(context):
             self._check_open()
             first = await anext(aiter(request_iterator), None)
             if first is None:
                 return
-            told: set[str] = set()
-            self._take(first, told)
-            plans = asyncio.create_task(self._send_plans(first.verifier, context))
-            reports = asyncio.create_task(self._take_all(request_iterator, first.verifier, told))
-            try:
-                done, _ = await asyncio.wait((plans, reports), return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in (plans, reports):
-                    task.cancel()
-                await asyncio.wait((plans, reports))
+            self._take(first)
+            await self._until_stopped(
+                self._send_plans(first.verifier, context),
+                self._take_all(request_iterator, first.verifier),
+            )
+
+    async def _until_stopped(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Do all of it until the first is done. Raises Unavailable when this replica stops: there
+        are others."""
+        stop = asyncio.create_task(self._stopping.wait())
+        tasks = [stop, *map(asyncio.create_task, work)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._check_open()
+        for task in done:
+            task.result()
+
+    async def _send_members(self, request: pb.WatchRequest, context: Context) -> None:
+        pools = tuple(map(pool_from_wire, request.pools))
+        async with aclosing(self._scheduler.watch(pools)) as lists:
+            async for members in lists:
+                await context.write(pb.WatchResponse(members=map(member_to_wire, members)))
 
     async def _send_plans(self, verifier: str, context: Context) -> None:
-        async for plan in _until(self._stopping, self._scheduler.follow(verifier)):
-            await context.write(plan_to_wire(plan))
+        async with aclosing(self._scheduler.follow(verifier)) as plans:
+            async for plan in plans:
+                await context.write(plan_to_wire(plan))
 
-    async def _take_all(
-        self, reports: AsyncIterator[pb.Report], verifier: str, told: set[str]
-    ) -> None:
+    async def _take_all(self, reports: AsyncIterator[pb.Report], verifier: str) -> None:
         async for report in reports:
             if report.verifier != verifier:
                 raise InvalidRequest("verifier", report.verifier, f"must stay {verifier!r}")
-            self._take(report, told)
+            self._take(report)
 
-    def _take(self, wire: pb.Report, told: set[str]) -> None:
-        """A bad report costs its own interval, not the stream: the next may be right. told: fields
-        that the log has heard of."""
+    def _take(self, wire: pb.Report) -> None:
+        """A bad report costs its own interval, not the stream: the next may be right."""
         try:
             self._scheduler.take(report_from_wire(wire))
         except InvalidRequest as error:
-            if error.field not in told:
-                told.add(error.field)
-                log.warning("reports of verifier %s are refused: %s", wire.verifier[:80], error)
+            self._scheduler.refuse(wire.verifier, error)
 
     def _check_open(self) -> None:
         if self._stopping.is_set():
             raise Unavailable("this scheduler is stopping")
-
-
-async def _until(stop: asyncio.Event, items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Items until something says stop; then Unavailable, for there is more elsewhere."""
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        while True:
-            item = asyncio.ensure_future(anext(items))
-            await asyncio.wait((item, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if not item.done():
-                item.cancel()
-                await asyncio.wait((item,))
-                raise Unavailable("this scheduler is stopping")
-            yield item.result()
-    finally:
-        stopped.cancel()
 
 
 M = TypeVar("M", bound=Message)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from dspark.core.errors import DsparkError
@@ -18,12 +19,13 @@ from dspark.scheduling.client import SchedulingClient
 from dspark.scheduling.membership import Membership
 from dspark.verifier.engine import Engine
 from dspark.verifier.runner import EngineRunner
-from dspark.verifier.tally import report_of
+from dspark.verifier.tally import Reporter
 
 log = logging.getLogger(__name__)
 
-# Plan intervals between two reports of an idle engine, which says no more than that it is there.
-IDLE_INTERVALS = 10
+# Seconds without a plan after which another scheduler replica is asked: this one may be behind a
+# network that swallows everything.
+SILENT_S = 5.0
 
 
 def enrol(
@@ -31,18 +33,28 @@ def enrol(
     runner: EngineRunner,
     member: Member,
     step_cost: StepCost | None,
+    *,
+    on_life: Callable[[int], None] = lambda epoch: None,
     **rest: Any,
 ) -> Membership:
-    """The membership of a verifier, to be entered. rest: Membership's callbacks and clock."""
+    """The membership of a verifier, to be entered. on_life: told each epoch, for
+    `VerificationServicer.begin_life`. rest: Membership's callbacks and clock."""
     name = member.replica.replica_id
 
     async def alive(told: Registration) -> None:
+        on_life(told.epoch)
         await runner.between_steps(lambda engine: engine.guidance.registered(name, told.epoch))
+        reporter = Reporter(name, told.epoch)
         while True:
-            reports = _reports(runner, name, told)
+            reports = _reports(runner, reporter, told.plan_interval_s)
             try:
-                async for plan in scheduler.follow(reports):
-                    await runner.between_steps(_taking(plan))
+                async with aclosing(scheduler.follow(reports)) as plans:
+                    while True:
+                        async with asyncio.timeout(SILENT_S):
+                            plan = await anext(plans)
+                        await runner.between_steps(_taking(plan))
+            except TimeoutError:
+                scheduler.turn_away()
             except DsparkError as error:  # the heartbeats say so, once
                 log.debug("the stream of plans is lost: %s", error)
             await asyncio.sleep(told.heartbeat_s * random.uniform(0.5, 1.0))
@@ -50,15 +62,15 @@ def enrol(
     return Membership(scheduler, member, step_cost, alive=alive, **rest)
 
 
-async def _reports(runner: EngineRunner, name: str, told: Registration) -> AsyncIterator[Report]:
-    """One each plan interval, fewer while there is nothing to say."""
-    idle = 0
+async def _reports(
+    runner: EngineRunner, reporter: Reporter, interval_s: float
+) -> AsyncIterator[Report]:
+    """At most one each plan interval."""
     while True:
-        tally, crowd = await runner.between_steps(Engine.take_tally)
-        idle = 0 if tally.steps or crowd.tenants else idle + 1
-        if idle % IDLE_INTERVALS in (0, 1):
-            yield report_of(tally, crowd, name, told.epoch)
-        await asyncio.sleep(told.plan_interval_s)
+        report = reporter.report(*await runner.between_steps(Engine.take_tally))
+        if report is not None:
+            yield report
+        await asyncio.sleep(interval_s)
 
 
 def _taking(plan: Plan) -> Callable[[Engine], bool]:

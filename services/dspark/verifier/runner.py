@@ -50,6 +50,7 @@ class EngineRunner:
         self._stopping = False
         self._runs: dict[Key, Run] = {}
         self._full: set[Run] = set()
+        self._checked = False
         self._last_beat = time.monotonic()
 
     async def __aenter__(self) -> EngineRunner:
@@ -147,14 +148,15 @@ class EngineRunner:
     def _take_commands(self) -> None:
         """Do all that was asked for; wait for something to do while there is nothing."""
         while True:
+            if self.engine.idle and not self._checked:  # once: the scheduler asks all the time
+                self._checked = True
+                self.engine.check_integrity()
             waits = self.engine.stalled and not self._stopping
             tick = None if self.engine.idle else min(STALLED_TICK_S, self._heartbeat_s)
             try:
                 self._commands.get(waits, tick)()
             except queue.Empty:
                 return
-            if self.engine.idle:
-                self.engine.check_integrity()
 
     def _submit(self, run: Run) -> None:
         try:
@@ -167,6 +169,7 @@ class EngineRunner:
         # An older attempt's last event must still reach its own reader.
         self._deliver(self.engine.take_events())
         self._runs[run.key] = run
+        self._checked = False
 
     def _cancel(self, run: Run) -> None:
         if self._runs.get(run.key) is run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 
@@ -58,11 +59,18 @@ class VerificationServicer(pb_grpc.VerificationServicer):
         self._runner = runner
         self._card = card
         self._replica = replica or Replica()
+        self._first_epoch = self._replica.epoch
         self._lines: set[Line] = set()
         self._calls = Calls("this verifier")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_VerificationServicer_to_server(self, server)
+
+    def begin_life(self, epoch: int) -> None:
+        """This process has registered (again), as a store that was emptied makes it. Whoever was
+        told an earlier epoch of its own still means this engine."""
+        self._replica = replace(self._replica, epoch=epoch)
+        self._first_epoch = self._first_epoch or epoch
 
     def refuse_new(self) -> None:
         self.draining = True
@@ -138,6 +146,7 @@ class VerificationServicer(pb_grpc.VerificationServicer):
     def _check(self, run: pb.Run) -> None:
         if self.draining:
             raise Unavailable("this verifier is draining")
-        if run.epoch not in (0, self._replica.epoch):
+        # A later epoch than ours is one that we are just being told.
+        if 0 < run.epoch < self._first_epoch:
             raise Unavailable(f"epoch {run.epoch} is over: this is epoch {self._replica.epoch}")
         check_run(run)

@@ -1,12 +1,13 @@
-"""What an engine has seen since its last report to the scheduler, and the report made of it.
+"""What an engine has seen since its last report to the scheduler, and the reports made of it.
 
 The engine's thread only appends to lists and adds numbers; the histograms are made elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,10 @@ Table = tuple[Counts, ...]
 SHORTEST_S = 1e-6
 # A second of 256 sequences at 16 steps.
 MAX_DRAFTS = 4096
+# Seconds of verdicts that go up together.
+VERDICTS_S = 1.0
+# Plan intervals between two reports of an idle engine, which says no more than that it is there.
+IDLE_INTERVALS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +101,54 @@ class Crowd:
         return sum(tenant.queued for tenant in self.tenants.values())
 
 
-def report_of(tally: Tally, crowd: Crowd, verifier: str, epoch: int) -> Report:
-    """The report of a verifier's life `epoch`."""
+class Reporter:
+    """Makes the reports of a verifier's life `epoch`, one for each tally.
+
+    Verdict counts are the larger part of a report, and what they are for, calibration, takes
+    minutes: they are kept for VERDICTS_S and go up together. A report that is lost costs those that
+    were in it.
+    """
+
+    def __init__(self, verifier: str, epoch: int) -> None:
+        self._verifier = verifier
+        self._epoch = epoch
+        self._judged: deque[FinishedDraft] = deque(maxlen=MAX_DRAFTS)
+        self._told_at = -math.inf
+        self._told_through = 0
+        self._idle = 0
+
+    def report(self, tally: Tally, crowd: Crowd) -> Report | None:
+        """None where there is nothing to say: an idle verifier only says now and then that it is
+        there."""
+        self._judged += tally.drafts
+        judged = self._due(crowd)
+        self._idle = 0 if tally.steps or crowd.tenants else self._idle + 1
+        if self._idle % IDLE_INTERVALS > 1 and not judged:
+            return None
+        return report_of(tally, crowd, self._verifier, self._epoch, judged)
+
+    def _due(self, crowd: Crowd) -> tuple[FinishedDraft, ...]:
+        """Drafts whose verdicts are to be told now. Reports with any are told apart by what they
+        have seen, so there must be something new."""
+        if crowd.now - self._told_at < VERDICTS_S or crowd.seen_through <= self._told_through:
+            return ()
+        due = tuple(self._judged)
+        self._judged.clear()
+        self._told_at, self._told_through = crowd.now, crowd.seen_through
+        return due
+
+
+def report_of(
+    tally: Tally,
+    crowd: Crowd,
+    verifier: str,
+    epoch: int,
+    judged: Iterable[FinishedDraft] = (),
+) -> Report:
+    """One report. judged: drafts whose verdicts it tells."""
     steps = max(tally.steps, 1)
-    by_tenant: dict[str, list[FinishedDraft]] = {}
-    for draft in tally.drafts:
-        by_tenant.setdefault(draft.tenant, []).append(draft)
-    names = sorted({*crowd.tenants, *tally.tokens, *by_tenant})
+    drafts, told = _by_tenant(tally.drafts), _by_tenant(judged)
+    names = sorted({*crowd.tenants, *tally.tokens, *drafts, *told})
     return Report(
         verifier=verifier,
         epoch=epoch,
@@ -116,14 +162,29 @@ def report_of(tally: Tally, crowd: Crowd, verifier: str, epoch: int) -> Report:
         free_blocks=crowd.free_blocks,
         queue=crowd.queue,
         tenants=tuple(
-            _tenant(name, crowd, tally.tokens.get(name, 0), by_tenant.get(name, []))
+            _tenant(
+                name, crowd, tally.tokens.get(name, 0), drafts.get(name, ()), told.get(name, ())
+            )
             for name in names
         ),
         drafters=_uses(tally),
     )
 
 
-def _tenant(name: str, crowd: Crowd, tokens: int, drafts: list[FinishedDraft]) -> TenantReport:
+def _by_tenant(drafts: Iterable[FinishedDraft]) -> dict[str, list[FinishedDraft]]:
+    by_tenant: dict[str, list[FinishedDraft]] = {}
+    for draft in drafts:
+        by_tenant.setdefault(draft.tenant, []).append(draft)
+    return by_tenant
+
+
+def _tenant(
+    name: str,
+    crowd: Crowd,
+    tokens: int,
+    drafts: Sequence[FinishedDraft],
+    judged: Sequence[FinishedDraft],
+) -> TenantReport:
     here = crowd.tenants.get(name, TenantCrowd())
     return TenantReport(
         tenant=name,
@@ -132,7 +193,7 @@ def _tenant(name: str, crowd: Crowd, tokens: int, drafts: list[FinishedDraft]) -
         tokens=tokens,
         floor_tps=here.floor_tps,
         survivals=survival_histogram([draft.survival for draft in drafts]),
-        verdicts=verdict_counts(drafts),
+        verdicts=verdict_counts(judged),
     )
 
 
