@@ -8,58 +8,54 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
 
-from dspark.core.errors import DsparkError, Unavailable
+from dspark.core.errors import (
+    DeadlineExceeded,
+    DsparkError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
 from dspark.core.leases import Lease, LeaseRequest
 from dspark.core.replicas import Member, Pool, Replica, VerifierCard
-from dspark.core.requests import Committed, Event, Finished, Request
-from dspark.gateway.answers import Target
-from dspark.scheduling.client import SchedulingClient
+from dspark.core.requests import Event, Finished, Request, SpeculationFigures
+from dspark.gateway.links import Connect, Links
+from dspark.scheduler.store import lease_id
+from dspark.scheduling.client import LEASE_S, SchedulingClient
 from dspark.verifier.blocks import ROOT, digest
 
 log = logging.getLogger(__name__)
 
 # A replay by another verifier outranks every earlier one of the same call (verification.proto).
 REPLAYS_PER_ATTEMPT = 2**16
-# How often one choice may lose its verifier; then something is wrong with it, or with all of them.
-MOST_REPLAYS = 8
-# Seconds between two looks for a verifier while there is none, and for how long that goes on: a
-# replica that died is replaced within a few seconds.
-SEARCH_EVERY_S, SEARCH_S = 0.2, 10.0
+# Verifiers that a choice may lose in a row without a new token: it may be what kills them.
+MOST_LOSSES = 4
+# Seconds without a new token in which another verifier is looked for, and between two looks while
+# there is none: a replica that died is replaced within a few seconds.
+SEARCH_S, SEARCH_EVERY_S = 10.0, 0.2
 # Blocks of a prompt that name its home; a longer prefix in common is a rarer one.
 AFFINITY_BLOCKS = 4
-# Lease ids that wait for being given back together.
-RELEASE_S = 0.05
+# Seconds that what is over waits to be given back together.
+TIDY_S = 0.05
 
-
-class Connect(Protocol):
-    """A way to a verifier: an async context that gives a Target."""
-
-    def __call__(self, replica: Replica) -> VerifierLink: ...
-
-
-class VerifierLink(Target, Protocol):
-    async def __aenter__(self) -> Target: ...
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+# The scheduler's word on a request; any other error says something of the scheduler only.
+REFUSALS = (Overloaded, DeadlineExceeded, InvalidRequest, NotFound)
 
 
 class Dispatch:
     """`async with Dispatch(scheduler, "g1", connect) as target: ... target.run(request)`.
 
-    name: this gateway's replica id. epoch: of its membership, for its leases. members: verifiers
-    that live, as last heard; they serve while no scheduler answers. local: choices that were placed
-    without it; replays: that went on elsewhere.
+    name: this gateway's replica id. epoch: of its membership, for its leases. lease_s: seconds that
+    the scheduler has for a lease; then this chooses by itself. search_s: see SEARCH_S. clock:
+    seconds; deadlines are points on it.
+
+    members: verifiers that live, as last heard; they serve while no scheduler answers. local:
+    choices that were placed without it; replays: that went on elsewhere.
     """
 
     def __init__(
@@ -69,27 +65,30 @@ class Dispatch:
         connect: Connect,
         *,
         epoch: Callable[[], int] = lambda: 0,
+        lease_s: float = LEASE_S,
+        search_s: float = SEARCH_S,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self.members: tuple[Member, ...] = ()
+        self.links = Links(connect)
         self.local = 0
         self.replays = 0
         self._scheduler = scheduler
         self._name = name
-        self._connect = connect
         self._epoch = epoch
+        self._lease_s = lease_s
+        self._search_s = search_s
         self._clock = clock
         self._rng = rng or random.Random()
         self._leases: dict[str, Lease] = {}
         self._running: Counter[str] = Counter()
-        self._links: dict[str, Target] = {}
-        self._released: list[str] = []
-        self._stack = AsyncExitStack()
+        self._over: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
 
     async def __aenter__(self) -> Dispatch:
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._give_back())]
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._tidy())]
         return self
 
     async def __aexit__(
@@ -98,10 +97,13 @@ class Dispatch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        await self._stack.aclose()
+        await self.links.close()
+        self._over += self._leases
+        await self._give_back()
 
     def leases(self) -> tuple[Lease, ...]:
         """Of choices in flight, for the gateway's heartbeats."""
@@ -111,64 +113,91 @@ class Dispatch:
         """Events of one choice, the last one `Finished`; a lost verifier shows in none of them.
         Raises what the scheduler says of a request that it does not take, and Unavailable."""
         committed = list(request.committed_ids)
-        failed: list[str] = []
-        for replay in range(MOST_REPLAYS):
+        earlier = SpeculationFigures()
+        failed: set[str] = set()
+        replay = losses = 0
+        since = self._clock()
+        while losses < MOST_LOSSES:
             attempt = request.attempt * REPLAYS_PER_ATTEMPT + replay
             this = replace(request, attempt=attempt, committed_ids=tuple(committed))
-            lost: DsparkError | None = None
-            lease = await self._place(this, failed)
+            lease = await self._place(this, failed, since + self._search_s, first=not replay)
+            lost = Unavailable("it did not say how its run ended")
+            figures, sent, had = SpeculationFigures(), False, len(committed)
             try:
-                target = await self._link(lease.verifier)
-                leased = replace(this, lease=lease.lease_id, epoch=lease.verifier.epoch)
-                async with aclosing(target.run(leased)) as events:
+                target = await asyncio.shield(self.links.use(lease.verifier))
+                async with aclosing(target.run(_leased(this, lease))) as events:
                     async for event in events:
-                        if isinstance(event, Finished) and isinstance(event.error, Unavailable):
-                            lost = event.error
-                            break
-                        if isinstance(event, Committed):
-                            committed += event.ids
-                        yield event
+                        sent = True
                         if isinstance(event, Finished):
+                            if isinstance(event.error, Unavailable):
+                                lost = event.error
+                                break
+                            yield replace(event, speculation=earlier + event.speculation)
                             return
+                        if event.index != len(committed):
+                            lost = Unavailable(f"token {event.index} came for {len(committed)}")
+                            break
+                        committed += event.ids
+                        figures += event.speculation
+                        yield event
             except Unavailable as error:
                 lost = error
             finally:
+                self.links.leave(lease.verifier)
                 self._leave(lease)
-            self.replays += 1
-            failed.append(lease.verifier.replica_id)
-            log.warning(
-                "request %s goes on elsewhere after %d tokens: %s",
-                request.request_id,
-                len(committed),
-                lost,
-            )
-        raise Unavailable(f"{MOST_REPLAYS} verifiers were lost, one after another")
+            if len(committed) > had:
+                since, losses = self._clock(), 0
+                failed.clear()
+            earlier += figures
+            failed.add(lease.verifier.replica_id)
+            replay += 1
+            if sent:
+                losses += 1
+                self.replays += 1
+                told = "request %s goes on elsewhere after %d tokens: %s"
+                log.warning(told, request.request_id, len(committed), lost)
+        raise Unavailable(f"{losses} verifiers were lost, one after another; the last: {lost}")
 
-    async def _place(self, request: Request, failed: Sequence[str]) -> Lease:
+    async def _place(
+        self, request: Request, failed: set[str], give_up: float, *, first: bool
+    ) -> Lease:
         """A lease, or a verifier of our own choice if no scheduler answers. Waits a while for the
-        first to appear."""
-        give_up = self._clock() + SEARCH_S
+        first to appear. first: it was not accepted yet."""
         while True:
+            if self._closed:
+                raise Unavailable("this gateway is stopping")
             try:
-                lease = await self._scheduler.acquire(self._asked(request, failed))
-            except Unavailable as error:
-                why: DsparkError = error
-                chosen = self._choose(failed)
-                if chosen is not None:
-                    self.local += 1
-                    lease = Lease("", request.request_id, request.tenant, chosen, 0, 0)
-                    break
-            else:
+                lease = await self._acquire(request, failed)
                 self._leases[lease.lease_id] = lease
+                break
+            except DsparkError as error:
+                full = isinstance(error, Overloaded) and not first  # it may wait where it goes on
+                if isinstance(error, REFUSALS) and not full:
+                    raise
+                why = error
+            chosen = self._choose(failed)
+            if chosen is not None:
+                self.local += 1
+                lease = Lease("", request.request_id, request.tenant, chosen, 0, 0)
                 break
             if self._clock() >= give_up:
                 raise Unavailable(f"no verifier is there: {why}")
-            failed = ()  # one that failed may be back
+            if request.deadline is not None and self._clock() >= request.deadline:
+                raise DeadlineExceeded("the deadline passed before a verifier was there")
+            failed.clear()  # one that failed may be back
             await asyncio.sleep(SEARCH_EVERY_S)
         self._running[lease.verifier.replica_id] += 1
         return lease
 
-    def _asked(self, request: Request, failed: Sequence[str]) -> LeaseRequest:
+    async def _acquire(self, request: Request, failed: Collection[str]) -> Lease:
+        asked = self._asked(request, failed)
+        try:
+            return await self._scheduler.acquire(asked, self._lease_s)
+        except BaseException:  # it may have been given all the same, to nobody
+            self._over.append(lease_id(asked.request_id, asked.attempt))
+            raise
+
+    def _asked(self, request: Request, failed: Collection[str]) -> LeaseRequest:
         room = request.sampling.max_tokens
         done = len(request.committed_ids)
         return LeaseRequest(
@@ -198,7 +227,7 @@ class Dispatch:
             names.append(parent)
         return tuple(names)
 
-    def _choose(self, failed: Sequence[str]) -> Replica | None:
+    def _choose(self, failed: Collection[str]) -> Replica | None:
         """The less busy of two drawn from those that live; busy with what comes from here."""
         usable = [
             member.replica
@@ -208,13 +237,6 @@ class Dispatch:
         drawn = self._rng.sample(usable, min(2, len(usable)))
         return min(drawn, key=lambda replica: self._running[replica.replica_id], default=None)
 
-    async def _link(self, replica: Replica) -> Target:
-        if replica.address not in self._links:
-            self._links[replica.address] = await self._stack.enter_async_context(
-                self._connect(replica)
-            )
-        return self._links[replica.address]
-
     def _leave(self, lease: Lease) -> None:
         name = lease.verifier.replica_id
         self._running[name] -= 1
@@ -222,23 +244,35 @@ class Dispatch:
             del self._running[name]
         if lease.lease_id:
             self._leases.pop(lease.lease_id, None)
-            self._released.append(lease.lease_id)
+            self._over.append(lease.lease_id)
 
-    async def _give_back(self) -> None:
-        while True:
-            await asyncio.sleep(RELEASE_S)
-            ids, self._released = self._released, []
-            if ids:
-                try:
-                    await self._scheduler.release(ids)
-                except DsparkError as error:  # they expire
-                    log.debug("%d leases could not be given back: %s", len(ids), error)
+    # --- beside the runs --------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         while True:
             try:
-                async for members in self._scheduler.watch((Pool.VERIFIER,)):
-                    self.members = members
+                async with aclosing(self._scheduler.watch((Pool.VERIFIER,))) as lists:
+                    async for members in lists:
+                        # None at all: a store that was emptied and waits for them to come back.
+                        self.members = members or self.members
             except DsparkError as error:  # what we have is the best there is
                 log.debug("the list of verifiers is not told now: %s", error)
             await asyncio.sleep(SEARCH_EVERY_S)
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(TIDY_S)
+            await self.links.keep({member.replica.address for member in self.members})
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        ids, self._over = self._over, []
+        if ids:
+            try:
+                await self._scheduler.release(ids)
+            except DsparkError as error:  # they expire
+                log.debug("%d leases could not be given back: %s", len(ids), error)
+
+
+def _leased(request: Request, lease: Lease) -> Request:
+    return replace(request, lease=lease.lease_id, epoch=lease.verifier.epoch)
