@@ -11,11 +11,16 @@ from collections.abc import Sequence
 import typer
 
 from dspark.cli.bench import app as bench
+from dspark.cli.calibrate import calibrate
 from dspark.cli.chat import chat
+from dspark.cli.data import app as data
+from dspark.cli.evaluate import app as evaluate
 from dspark.cli.generate import generate
 from dspark.cli.models import models
 from dspark.cli.profile import profile
 from dspark.cli.serve import serve
+from dspark.cli.simulate import simulate
+from dspark.cli.train import train
 from dspark.core.errors import ConfigError, DsparkError, InvalidRequest
 
 # typer carries a click of its own and gives no name to the root of its usage errors.
@@ -33,7 +38,12 @@ app.command()(chat)
 app.command()(profile)
 app.command()(models)
 app.command()(serve)
+app.command()(train)
+app.command()(calibrate)
+app.command()(simulate)
 app.add_typer(bench)
+app.add_typer(data)
+app.add_typer(evaluate)
 
 
 @app.callback()
