@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 from dspark.cli.console import bar, put, say
+from dspark.cli.main import app
 from dspark.models import SERVABLE, known_models
 from dspark.scheduler import StepCost
 
@@ -105,8 +108,19 @@ def test_words_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", text + "\n")
 
 
+def commands(of: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, command in getattr(of, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
 def test_help_of_every_command_is_there_without_torch(dspark: Run) -> None:
-    for command in ("generate", "chat", "profile", "models"):
-        ran = dspark(command, "--help")
-        assert ran.status == 0
+    """Every command there is, so that none can be forgotten here."""
+    paths = list(commands(typer.main.get_command(app)))
+    assert {("generate",), ("bench", "sweep"), ("data", "generate"), ("eval", "trace")} <= set(
+        paths
+    )
+    for path in paths:
+        ran = dspark(*path, "--help")
+        assert ran.status == 0, path
         assert "Usage" in ran.out

@@ -52,7 +52,9 @@ def generate(
     ] = False,
     mix: Annotated[
         str,
-        typer.Option("--mix", help="temperature[/top_p]:share,…", rich_help_panel=DATA),
+        typer.Option(
+            "--mix", help="T:SHARE or T/TOP_P:SHARE, commas between.", rich_help_panel=DATA
+        ),
     ] = MIX,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Of an answer at most.", rich_help_panel=DATA)

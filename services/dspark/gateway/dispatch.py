@@ -262,7 +262,10 @@ class Dispatch:
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_S)
-            await self.links.keep({member.replica.address for member in self.members})
+            try:
+                await self.links.keep({member.replica.address for member in self.members})
+            except Exception:  # of a link that does not close well: the rest goes on
+                log.exception("a link to a verifier could not be closed")
             await self._give_back()
 
     async def _give_back(self) -> None:
