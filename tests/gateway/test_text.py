@@ -181,9 +181,9 @@ def test_detokenizing_is_linear() -> None:
     def seconds(count: int) -> float:
         times = []
         for _ in range(3):
-            began = time.perf_counter()
+            began = time.thread_time()
             pieces(tokenizer(BYTE_LEVEL).detokenizer(), [vocab["ð"]] * count)
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
         return min(times)
 
     assert seconds(40_000) < 40 * seconds(4_000)
@@ -268,10 +268,10 @@ def test_matching_is_linear() -> None:
         times = []
         for _ in range(3):
             matcher = StopStrings(["a" * 1000 + "b"])
-            began = time.perf_counter()
+            began = time.thread_time()
             for _ in range(length // 1000):
                 matcher.push("a" * 999 + "c")
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
         return min(times)
 
     assert seconds(100_000) < 40 * seconds(10_000)
