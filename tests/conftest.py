@@ -1,5 +1,5 @@
-"""What every test shares: one thread of the forward pass, so that tests beside other work do not
-stall in OpenMP's spinning (set before torch is imported, and inherited by processes that start); and
+"""What every test shares. One thread of the forward pass, so that tests beside other work do not
+stall in OpenMP's spinning: set before torch is imported, and inherited by processes that start. And
 no clock in hypothesis, since how long an example takes says how busy the machine is."""
 
 import os
