@@ -63,8 +63,20 @@ class Served:
     """A scheduler replica and where it is found."""
 
     scheduler: Scheduler
-    address: str
-    port: int
+    server: GrpcServer
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    async def stop(self) -> None:
+        """As it does when it is ended, and still in its context."""
+        await self.server.refuse_new()
+        await self.scheduler.__aexit__()
 
 
 @asynccontextmanager
@@ -75,7 +87,7 @@ async def scheduling(
     async with Scheduler(store, WireCodec(), settings, name) as scheduler:
         service = SchedulingServicer(scheduler)
         async with serve_grpc(service, port=port, drain_s=0.0) as server:
-            yield Served(scheduler, server.address, server.port)
+            yield Served(scheduler, server)
 
 
 def card_of(engine: Engine, model: str = "toy") -> VerifierCard:

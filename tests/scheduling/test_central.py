@@ -7,7 +7,7 @@ from dspark.scheduler.store import Store
 from dspark.scheduling.client import SchedulingClient
 
 from ..verifier.toy import greedy, request, target_only
-from .cluster import RULE, an_engine, enrolled, gateway, scheduling, until, verifying
+from .cluster import PATIENT_S, RULE, an_engine, enrolled, gateway, scheduling, until, verifying
 
 
 async def test_a_verifier_registers_reports_and_follows_plans(store: Store) -> None:
@@ -47,3 +47,22 @@ async def test_the_same_attempt_gets_the_same_lease(store: Store) -> None:
         first = await client.acquire(asked, 5.0)
         assert await client.acquire(asked, 5.0) == first
         await client.release([first.lease_id])
+
+
+async def test_a_verifier_that_changed_since_the_last_look_is_leased_all_the_same(
+    memory: Store,
+) -> None:
+    """It has begun a new life, as all do when the store was emptied: nobody is told that all are
+    full."""
+    async with (
+        scheduling(memory, look_s=500.0, lead_ttl_s=500.0) as served,
+        verifying(an_engine(), served.address) as verifier,
+        SchedulingClient([served.address]) as client,
+    ):
+        await until(lambda: bool(served.scheduler.view.fleet.verifiers))
+        await served.scheduler.__aexit__()  # it answers, and looks no more by itself
+        epoch = verifier.membership.epoch
+        await memory.leave("v1", epoch)
+        await until(lambda: verifier.membership.epoch > epoch)
+        lease = await client.acquire(LeaseRequest("r", 0, "g", 0, 10), PATIENT_S)
+        assert lease.verifier.epoch == verifier.membership.epoch

@@ -188,6 +188,16 @@ async def store_full(scene: Scene) -> AsyncIterator[None]:
         await operator.config_set("maxmemory", "0")
 
 
+@asynccontextmanager
+async def store_locked(scene: Scene) -> AsyncIterator[None]:
+    """Its password was changed: an operator has to see to that, and nobody waits for them."""
+    async with Redis.from_url(scene.server.url) as operator:
+        await operator.config_set("requirepass", "hush")
+        scene.store_door.turn(Mode.OPEN)
+        yield
+        await operator.config_set("requirepass", "")
+
+
 STORE_WAYS = [
     store_paused,
     store_black_hole,
@@ -195,6 +205,7 @@ STORE_WAYS = [
     store_replaced,
     store_read_only,
     store_full,
+    store_locked,
 ]
 
 

@@ -85,7 +85,7 @@ async def test_one_that_stops_lets_another_plan_at_once(memory: Store) -> None:
     async with scheduling(memory, "second", lead_ttl_s=500.0) as second:
         await until(lambda: second.scheduler.planner.term is not None)
         async with scheduling(memory, "first", lead_ttl_s=500.0) as first:
-            await second.scheduler.__aexit__()
+            await second.stop()
             await until(lambda: first.scheduler.planner.term is not None)
 
 

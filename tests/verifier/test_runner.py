@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from dspark.core.errors import Cancelled, InvalidRequest, Overloaded, Unavailable
+from dspark.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from dspark.core.requests import Committed, Finished, FinishReason, Request
 from dspark.verifier.engine import Engine
 from dspark.verifier.runner import EngineRunner
 
 from .toy import (
     Answer,
+    HandClock,
     ScriptedDrafter,
     ToyBackend,
     choices,
@@ -183,6 +190,38 @@ async def test_stopping_ends_what_runs_with_unavailable() -> None:
     assert isinstance(finished.error, Unavailable)
     assert running.idle
     assert running.cache.pool.owned == 0
+
+
+async def test_time_passes_while_all_stand_still_and_somebody_keeps_asking() -> None:
+    """A scheduler asks many times a second; deadlines and signs of life may not wait for it to
+    pause."""
+    clock = HandClock()
+    async with EngineRunner(engine(clock=clock, heartbeat_s=0.02)) as runner:
+        line = runner.line()
+        line.start(request("held", PROMPT, greedy(FOR_EVER), deadline=5.0))
+        line.finish()
+        assert await line.next() is not None
+        line.hold(("held", 0, 0), True)
+        asking = asyncio.create_task(_asking(runner))
+        while (batch := await line.next()) is not None and batch.events:
+            pass
+        assert batch is not None  # a sign of life, all events before it being read
+        clock.now = 5.0
+        told = [event async for event in _events(line)]
+        assert isinstance(told[-1], Finished)
+        assert isinstance(told[-1].error, DeadlineExceeded)
+        asking.cancel()
+
+
+async def _asking(runner: EngineRunner) -> None:
+    while True:
+        await runner.between_steps(lambda engine: engine.active)
+
+
+async def _events(line: Any) -> AsyncIterator[Any]:
+    while (batch := await line.next()) is not None:
+        for _, event in batch.events:
+            yield event
 
 
 async def test_a_request_after_the_stop_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,6 @@ from dspark.verifier.tally import (
     FinishedDraft,
     Reporter,
     Tally,
-    TenantCrowd,
     report_of,
     survival_histogram,
     verdict_counts,
@@ -134,6 +135,23 @@ def test_who_is_here_is_counted_by_tenant() -> None:
     of.drain()
 
 
+def test_between_two_steps_the_slots_are_not_empty() -> None:
+    """Those that finished have left and the next are not in: a planner that took that for an empty
+    verifier would see no contest for it."""
+    of = scene(wrong_every=0, max_sequences=2)
+    of.submit(*(request(f"{i}", [i], greedy(8), tenant="xy"[i % 2]) for i in range(6)))
+    of.step()
+    counts = []
+    while not of.engine.idle:
+        of.step()
+        told = report(of)
+        counts.append((sum(t.active for t in told.tenants), told.queue))
+    assert counts[0] == (2, 4)
+    assert {active for active, _ in counts} == {2}
+    of.step()
+    assert not report(of).tenants
+
+
 def test_nothing_is_kept_until_somebody_asks_and_never_without_bound() -> None:
     of = scene()
     of.ask(request("a", [1, 2], greedy(60)))
@@ -160,7 +178,7 @@ def seen(now: float, seen_through: int, *drafts: FinishedDraft) -> tuple[Tally, 
     """What a busy engine says of an interval that ends now."""
     tally = Tally(now - 0.05, steps=1, requests=1)
     tally.drafts.extend(drafts)
-    return tally, Crowd(now, seen_through, 10, {"x": TenantCrowd(active=1)})
+    return tally, Crowd(now, seen_through, 10, Counter(x=1))
 
 
 def finished(number: int) -> FinishedDraft:
@@ -204,7 +222,7 @@ def test_reports_with_verdicts_differ_in_what_they_have_seen() -> None:
 def test_an_idle_verifier_says_now_and_then_that_it_is_there() -> None:
     reporter = Reporter("v1", 3)
     idle = [
-        reporter.report(Tally(0.05 * i), Crowd(0.05 * i, 0, 10, {})) is not None
+        reporter.report(Tally(0.05 * i), Crowd(0.05 * i, 0, 10)) is not None
         for i in range(4 * IDLE_INTERVALS)
     ]
     assert 4 <= sum(idle) <= 9
@@ -215,5 +233,5 @@ def test_the_last_verdicts_go_up_though_the_verifier_is_idle_by_then() -> None:
     reporter = Reporter("v1", 3)
     reporter.report(*seen(1.0, 1, finished(1)))
     reporter.report(*seen(1.1, 2, finished(2)))
-    told = [reporter.report(Tally(t), Crowd(t, 2, 10, {})) for t in np.arange(1.2, 3.0, 0.05)]
+    told = [reporter.report(Tally(t), Crowd(t, 2, 10)) for t in np.arange(1.2, 3.0, 0.05)]
     assert sum(verdicts_in(r) for r in told if r is not None) == 2

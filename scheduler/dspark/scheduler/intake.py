@@ -1,9 +1,13 @@
-"""What a report may say before anything is planned from it: it is untrusted (design.md §4, L5)."""
+"""What a report or a request may say before anything is planned from it: it is untrusted (design.md
+§4, L5)."""
 
 from __future__ import annotations
 
+import math
+
 from dspark.core.drafts import MAX_GAMMA
 from dspark.core.errors import InvalidRequest
+from dspark.core.leases import LeaseRequest
 from dspark.core.replicas import DrafterLoad
 from dspark.core.reports import CONFIDENCE_BINS, SURVIVAL_BINS, Counts, Report, VerdictCounts
 from dspark.core.sampling import SamplingMode
@@ -68,6 +72,18 @@ def check_load(load: DrafterLoad) -> DrafterLoad:
     _real("tokens_per_s", load.tokens_per_s, 0.0, MAX_RATE)
     _real("capacity_tokens_per_s", load.capacity_tokens_per_s, 0.0, MAX_RATE)
     return load
+
+
+def check_lease_request(request: LeaseRequest) -> LeaseRequest:
+    """The request itself if it can be routed, else `InvalidRequest` naming the field. Names are the
+    store's to check."""
+    _whole("prompt_tokens", request.prompt_tokens, MAX_COUNT)
+    if request.max_tokens is not None:
+        _whole("max_tokens", request.max_tokens, MAX_COUNT)
+    _real("floor_tps", request.floor_tps, 0.0, MAX_RATE)
+    if request.deadline_s is not None:
+        _real("deadline_s", request.deadline_s, -math.inf, math.inf)
+    return request
 
 
 def _verdicts(at: str, counts: VerdictCounts, gamma: int) -> None:

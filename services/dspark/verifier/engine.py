@@ -41,7 +41,7 @@ from dspark.verifier.judging import Outcome, judge_step
 from dspark.verifier.kv_cache import KVCache
 from dspark.verifier.planning import StepPlan, StepPlanner
 from dspark.verifier.sequence import Sequence
-from dspark.verifier.tally import Crowd, FinishedDraft, Tally, TenantCrowd
+from dspark.verifier.tally import Crowd, FinishedDraft, Tally
 
 Key = tuple[str, int]
 EngineEvent = tuple[Key, Event]
@@ -216,6 +216,7 @@ class Engine:
             self.planner.learn(items, step, seconds)
             if self._tally is not None:
                 self._tally.add_step(step.R, step.P, step.context, seconds - step.seconds)
+                self._tally.last_step = [item.sequence.state.request for item in items]
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
             self._ask_for_drafts(items, step)
@@ -327,17 +328,18 @@ class Engine:
         """What was seen since the last call, and who is here now: a report's two halves. The first
         call begins it."""
         tally, self._tally = self._tally or Tally(self.clock()), Tally(self.clock())
-        tenants: dict[str, TenantCrowd] = {}
-        for queued, sequences in ((False, self._batcher.running), (True, self._batcher.waiting)):
-            for sequence in sequences:
-                request = sequence.state.request
-                crowd = tenants.get(request.tenant, TenantCrowd())
-                tenants[request.tenant] = TenantCrowd(
-                    crowd.active + (not queued),
-                    crowd.queued + queued,
-                    crowd.floor_tps + (0.0 if queued else request.floor_tps),
-                )
-        return tally, Crowd(self.clock(), self._seen_through, self.cache.pool.available, tenants)
+        running, waiting = (
+            [sequence.state.request for sequence in sequences]
+            for sequences in (self._batcher.running, self._batcher.waiting)
+        )
+        # Between two steps those that finished have left and the next are not in yet.
+        return tally, Crowd.of(
+            self.clock(),
+            self._seen_through,
+            self.cache.pool.available,
+            running=tally.last_step or running,
+            waiting=waiting,
+        )
 
     def _ask_for_drafts(self, items: Seq[Item], step: StepPlan) -> None:
         share = 1 / max(step.R, 1)

@@ -35,10 +35,12 @@ def enrol(
     step_cost: StepCost | None,
     *,
     on_life: Callable[[int], None] = lambda epoch: None,
+    silent_s: float = SILENT_S,
     **rest: Any,
 ) -> Membership:
     """The membership of a verifier, to be entered. on_life: told each epoch, for
-    `VerificationServicer.begin_life`. rest: Membership's callbacks and clock."""
+    `VerificationServicer.begin_life`. silent_s: see SILENT_S. rest: Membership's callbacks and
+    clock."""
     name = member.replica.replica_id
 
     async def alive(told: Registration) -> None:
@@ -50,7 +52,7 @@ def enrol(
             try:
                 async with aclosing(scheduler.follow(reports)) as plans:
                     while True:
-                        async with asyncio.timeout(SILENT_S):
+                        async with asyncio.timeout(silent_s):
                             plan = await anext(plans)
                         await runner.between_steps(_taking(plan))
             except TimeoutError:

@@ -146,17 +146,20 @@ class EngineRunner:
                 self.engine.fail(Unavailable(f"the engine's step failed: {error}"))
 
     def _take_commands(self) -> None:
-        """Do all that was asked for; wait for something to do while there is nothing."""
+        """Do all that was asked for; wait for the first of it while there is nothing else to do.
+        For one only: commands that keep coming may not keep time from passing (deadlines, signs of
+        life)."""
+        if self.engine.idle and not self._checked:  # once: the scheduler asks all the time
+            self._checked = True
+            self.engine.check_integrity()
+        waits = self.engine.stalled and not self._stopping
+        tick = None if self.engine.idle else min(STALLED_TICK_S, self._heartbeat_s)
         while True:
-            if self.engine.idle and not self._checked:  # once: the scheduler asks all the time
-                self._checked = True
-                self.engine.check_integrity()
-            waits = self.engine.stalled and not self._stopping
-            tick = None if self.engine.idle else min(STALLED_TICK_S, self._heartbeat_s)
             try:
                 self._commands.get(waits, tick)()
             except queue.Empty:
                 return
+            waits = False
 
     def _submit(self, run: Run) -> None:
         try:

@@ -6,7 +6,7 @@ The engine's thread only appends to lists and adds numbers; the histograms are m
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from dspark.core.reports import (
     TenantReport,
     VerdictCounts,
 )
+from dspark.core.requests import Request
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler import sts
 
@@ -55,7 +56,8 @@ class FinishedDraft:
 @dataclass(slots=True)
 class Tally:
     """Sums over steps since `since` (seconds on the engine's clock). Of drafts the newest
-    MAX_DRAFTS are kept: with nobody to report to they must not pile up."""
+    MAX_DRAFTS are kept: with nobody to report to they must not pile up. last_step: whose requests
+    were in it."""
 
     since: float
     steps: int = 0
@@ -66,6 +68,7 @@ class Tally:
     tokens: dict[str, int] = field(default_factory=dict)
     drafts: deque[FinishedDraft] = field(default_factory=lambda: deque(maxlen=MAX_DRAFTS))
     draft_s: dict[str, float] = field(default_factory=dict)
+    last_step: list[Request] = field(default_factory=list)
 
     def add_step(self, R: int, P: int, context: int, residual_s: float) -> None:
         self.steps += 1
@@ -79,26 +82,34 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantCrowd:
-    """A tenant's runs now, and the sum of the floors of the active ones (tokens a second)."""
-
-    active: int = 0
-    queued: int = 0
-    floor_tps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Crowd:
-    """Who is here now. seen_through: newest draft with a verdict."""
+    """Who is here now. seen_through: newest draft with a verdict. By tenant: active, queued: runs
+    in steps and waiting; floors: tokens a second that the active ones should have together."""
 
     now: float
     seen_through: int
     free_blocks: int
-    tenants: Mapping[str, TenantCrowd]
+    active: Counter[str] = field(default_factory=Counter)
+    queued: Counter[str] = field(default_factory=Counter)
+    floors: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def queue(self) -> int:
-        return sum(tenant.queued for tenant in self.tenants.values())
+    @classmethod
+    def of(
+        cls,
+        now: float,
+        seen_through: int,
+        free_blocks: int,
+        *,
+        running: Sequence[Request],
+        waiting: Iterable[Request],
+    ) -> Crowd:
+        floors: dict[str, float] = {}
+        for request in running:
+            if request.floor_tps:
+                floors[request.tenant] = floors.get(request.tenant, 0.0) + request.floor_tps
+        active = Counter(request.tenant for request in running)
+        queued = Counter(request.tenant for request in waiting)
+        return cls(now, seen_through, free_blocks, active, queued, floors)
 
 
 class Reporter:
@@ -122,7 +133,7 @@ class Reporter:
         there."""
         self._judged += tally.drafts
         judged = self._due(crowd)
-        self._idle = 0 if tally.steps or crowd.tenants else self._idle + 1
+        self._idle = 0 if tally.steps or crowd.active or crowd.queued else self._idle + 1
         if self._idle % IDLE_INTERVALS > 1 and not judged:
             return None
         return report_of(tally, crowd, self._verifier, self._epoch, judged)
@@ -148,7 +159,7 @@ def report_of(
     """One report. judged: drafts whose verdicts it tells."""
     steps = max(tally.steps, 1)
     drafts, told = _by_tenant(tally.drafts), _by_tenant(judged)
-    names = sorted({*crowd.tenants, *tally.tokens, *drafts, *told})
+    names = sorted({*crowd.active, *crowd.queued, *tally.tokens, *drafts, *told})
     return Report(
         verifier=verifier,
         epoch=epoch,
@@ -160,7 +171,7 @@ def report_of(
         context=tally.context / steps,
         step_residual_s=tally.residual_s / steps,
         free_blocks=crowd.free_blocks,
-        queue=crowd.queue,
+        queue=crowd.queued.total(),
         tenants=tuple(
             _tenant(
                 name, crowd, tally.tokens.get(name, 0), drafts.get(name, ()), told.get(name, ())
@@ -185,13 +196,12 @@ def _tenant(
     drafts: Sequence[FinishedDraft],
     judged: Sequence[FinishedDraft],
 ) -> TenantReport:
-    here = crowd.tenants.get(name, TenantCrowd())
     return TenantReport(
         tenant=name,
-        active=here.active,
-        queued=here.queued,
+        active=crowd.active[name],
+        queued=crowd.queued[name],
         tokens=tokens,
-        floor_tps=here.floor_tps,
+        floor_tps=crowd.floors.get(name, 0.0),
         survivals=survival_histogram([draft.survival for draft in drafts]),
         verdicts=verdict_counts(judged),
     )

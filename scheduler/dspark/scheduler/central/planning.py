@@ -14,8 +14,14 @@ from dspark.scheduler.calibration import CalibrationState, Drift, absorb, drift,
 from dspark.scheduler.central.codec import Codec
 from dspark.scheduler.central.config import SchedulerConfig
 from dspark.scheduler.central.view import View
-from dspark.scheduler.joint import JointPlan, VerifierPlan, plan_jointly
-from dspark.scheduler.joint.outlook import Cluster, Outlook, VerifierView
+from dspark.scheduler.joint import (
+    Cluster,
+    JointPlan,
+    Outlook,
+    VerifierPlan,
+    VerifierView,
+    plan_jointly,
+)
 from dspark.scheduler.store import Store
 
 log = logging.getLogger(__name__)
@@ -78,7 +84,7 @@ class Planner:
             self._outlook = Outlook()
         stored = await self._store.calibration()
         self._saved = -1 if stored is None else stored.version
-        if stored is None or stored.version <= self._calibration.calibration.version:
+        if stored is None or stored.version <= self.calibration.version:
             return
         try:
             calibration = self._codec.read_calibration(stored.data)
@@ -93,9 +99,8 @@ class Planner:
         joint, outlook = await asyncio.to_thread(plan_jointly, cluster, self._outlook)
         self._outlook = outlook
         await self._calibrate(view)
-        calibration = self._calibration.calibration
         plans = {
-            name: self._codec.plan(self._plan(name, mine, calibration))
+            name: self._codec.plan(self._plan(name, mine))
             for name, mine in joint.verifiers.items()
             if mine.epoch >= 0  # else it has not reported yet
         }
@@ -124,7 +129,7 @@ class Planner:
             self._config.shares,
         )
 
-    def _plan(self, name: str, mine: VerifierPlan, calibration: Calibration) -> Plan:
+    def _plan(self, name: str, mine: VerifierPlan) -> Plan:
         return Plan(
             version=0,  # whoever hands it out knows what the store counted
             verifier=name,
@@ -134,7 +139,7 @@ class Planner:
             _directions=mine.directions,
             draft_budgets=mine.draft_budgets,
             shares=mine.shares,
-            calibration=calibration if calibration.version else None,
+            calibration=self.calibration if self.calibration.version else None,
         )
 
     async def _calibrate(self, view: View) -> None:
@@ -150,7 +155,7 @@ class Planner:
             return
         self._fitted_at = now
         self._calibration = await asyncio.to_thread(refit, self._calibration)
-        calibration = self._calibration.calibration
+        calibration = self.calibration
         if calibration.version > max(self._saved, 0) and self.term is not None:
             data = self._codec.calibration(calibration)
             if await self._store.set_calibration(self.term, calibration.version, data):
@@ -179,6 +184,11 @@ class Planner:
         kept = [counts for counts in verdicts if (counts.drafter_id, counts.mode) in streams]
         self.left_out += len(verdicts) - len(kept)
         return kept
+
+    @property
+    def calibration(self) -> Calibration:
+        """In use."""
+        return self._calibration.calibration
 
     def drift(self) -> list[Drift]:
         """How far confidences are from their newest verdicts, by drafter and mode."""

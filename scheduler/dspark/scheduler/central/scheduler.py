@@ -34,7 +34,7 @@ from dspark.scheduler.central.config import SchedulerConfig
 from dspark.scheduler.central.outage import Outage
 from dspark.scheduler.central.planning import Planner
 from dspark.scheduler.central.view import View
-from dspark.scheduler.intake import check_load, check_report
+from dspark.scheduler.intake import check_lease_request, check_load, check_report
 from dspark.scheduler.routing import Candidate as Choice
 from dspark.scheduler.routing import in_time, route
 from dspark.scheduler.step_cost import StepCost
@@ -175,6 +175,7 @@ class Scheduler:
     async def acquire(self, request: LeaseRequest) -> Lease:
         """A verifier for a request, and a drafter for its drafts. Raises Overloaded with the time
         to come again, DeadlineExceeded, NotFound, InvalidRequest, Unavailable."""
+        check_lease_request(request)
         lease = await self._lease(request)
         if lease is Refusal.FULL:  # or none of them lives any more: they were seen a while ago
             await self._look()
@@ -243,8 +244,15 @@ class Scheduler:
             self._told.add((verifier, field))
             log.warning("reports of verifier %.80r are refused: %s", verifier, error)
 
+    @property
+    def following(self) -> int:
+        """Verifiers that get their plans from here."""
+        return len(self._followers)
+
     async def follow(self, verifier: str) -> AsyncGenerator[Plan, None]:
-        """A verifier's plans, the newest at once. A reader that lags gets the newest only."""
+        """A verifier's plans, the newest at once. A reader that lags gets the newest only. Raises
+        InvalidRequest for what can be nobody's name."""
+        checks.text("verifier", verifier)
         queue: asyncio.Queue[Plan] = asyncio.Queue(1)
         self._followers.setdefault(verifier, set()).add(queue)
         self._plans_seen = -1  # what is published already is news to it
