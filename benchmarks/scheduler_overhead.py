@@ -101,9 +101,11 @@ def default_engine() -> tuple[Engine, StepCost]:
 
 @dataclass(frozen=True)
 class Run:
-    """step_ms, added_ms: means of a step. tokens_s: of the run's wall."""
+    """Means of a step: step_ms, added_ms of wall time, cpu_ms of the engine's thread (which others
+    on the machine do not stretch). tokens_s: of the run's wall."""
 
     step_ms: float
+    cpu_ms: float
     added_ms: float
     tokens_s: float
 
@@ -112,7 +114,7 @@ async def run(runner: EngineRunner, number: int, sequences: int, tokens: int) ->
     figures = runner.engine.figures
     before = figures.steps, figures.step_s, figures.added_s
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), await runner.between_steps(thread_seconds)
 
     async def read(i: int) -> int:
         # First tokens of its own keep the prefix cache out of the comparison.
@@ -122,11 +124,16 @@ async def run(runner: EngineRunner, number: int, sequences: int, tokens: int) ->
 
     done = sum(await asyncio.gather(*map(read, range(sequences))))
     seconds = time.perf_counter() - begin
+    cpu = await runner.between_steps(thread_seconds) - cpu
     steps, step_s, added_s = (
         now - was
         for now, was in zip((figures.steps, figures.step_s, figures.added_s), before, strict=True)
     )
-    return Run(1e3 * step_s / steps, 1e3 * added_s / steps, done / seconds)
+    return Run(1e3 * step_s / steps, 1e3 * cpu / steps, 1e3 * added_s / steps, done / seconds)
+
+
+def thread_seconds(_: Engine) -> float:
+    return time.thread_time()
 
 
 def member_of(engine: Engine) -> Member:
@@ -190,8 +197,10 @@ async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         "sequences": arguments.sequences,
         "rounds": len(pairs),
         "step_ms": medians(pairs, "step_ms"),
+        "cpu_ms": medians(pairs, "cpu_ms"),
         "added_ms": medians(pairs, "added_ms"),
         "step_time": interval([a.step_ms / b.step_ms for a, b in pairs]),
+        "step_cpu": interval([a.cpu_ms / b.cpu_ms for a, b in pairs]),
         "throughput": interval([a.tokens_s / b.tokens_s for a, b in pairs]),
         "service_cpu": round(cpu, 3),
         "threads": torch.get_num_threads(),
