@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import AsyncExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -77,9 +78,14 @@ def roomy(backend: ToyBackend | None = None, **config: Any) -> Engine:
 
 
 def text(asked: Request, tokens: int) -> list[int]:
-    """What the target alone says."""
-    t, seed = asked.sampling.temperature, asked.sampling.seed or 0
-    return target_only(RULE, asked.prompt_ids, tokens, temperature=t, seed=seed)
+    """What the target alone says. Long ones are worked out before there is a cluster, as its event
+    loop would stand still."""
+    return _text(asked.prompt_ids, tokens, asked.sampling.temperature, asked.sampling.seed or 0)
+
+
+@cache
+def _text(prompt: tuple[int, ...], tokens: int, temperature: float, seed: int) -> list[int]:
+    return target_only(RULE, prompt, tokens, temperature=temperature, seed=seed)
 
 
 async def claimed(store: Store) -> int:
@@ -111,13 +117,14 @@ async def nothing_left(store: Store, front: Gateway, *verifiers: Enrolled) -> No
 async def test_a_lease_is_held_as_long_as_its_run_and_kept_by_heartbeats(
     store: MemoryStore,
 ) -> None:
+    asked = request("a", PROMPT, greedy(LONG), tenant="t")
+    whole = text(asked, LONG)
     async with (
         scheduling(store) as served,
         verifying(an_engine(), served.address) as v1,
         gateway(served.address) as front,
     ):
         await all_known(front, served, 1)
-        asked = request("a", PROMPT, greedy(LONG), tenant="t")
         events = front.target.run(asked)
         first = await begun(events)
         (lease,) = front.target.leases()
@@ -134,7 +141,7 @@ async def test_a_lease_is_held_as_long_as_its_run_and_kept_by_heartbeats(
             return await expires() > later
 
         await until(renewed)
-        assert (await rest_of(events, [first])).ids == text(asked, LONG)
+        assert (await rest_of(events, [first])).ids == whole
         await nothing_left(store, front, v1)
 
 
@@ -198,6 +205,8 @@ async def test_a_scheduler_that_is_slow_is_not_waited_for() -> None:
 
 async def test_what_ran_on_a_killed_verifier_goes_on_elsewhere(store: MemoryStore) -> None:
     """Greedy and seeded text is what it would have been, no token twice and none left out."""
+    asked = [request(f"{i}", (i, 2, 3), greedy(LONG) if i % 2 else SEEDED) for i in range(9)]
+    wanted = [text(one, LONG) for one in asked]
     async with AsyncExitStack() as stack:
         served = await stack.enter_async_context(scheduling(store))
         doors, verifiers = [], []
@@ -212,7 +221,6 @@ async def test_what_ran_on_a_killed_verifier_goes_on_elsewhere(store: MemoryStor
             verifiers.append(of)
         front = await stack.enter_async_context(gateway(served.address))
         await all_known(front, served, 3)
-        asked = [request(f"{i}", (i, 2, 3), greedy(LONG) if i % 2 else SEEDED) for i in range(9)]
         runs = [front.target.run(one) for one in asked]
         told = [[await begun(events)] for events in runs]
         assert all(on(front, name) for name in ("v1", "v2", "v3"))
@@ -224,8 +232,8 @@ async def test_what_ran_on_a_killed_verifier_goes_on_elsewhere(store: MemoryStor
         whole = await asyncio.gather(
             *(rest_of(events, commits) for events, commits in zip(runs, told, strict=True))
         )
-        for one, answer in zip(asked, whole, strict=True):
-            assert answer.ids == text(one, LONG)
+        for ids, answer in zip(wanted, whole, strict=True):
+            assert answer.ids == ids
             assert error_of(answer) is None
             check_sequence(answer)
         assert front.target.replays >= 6
@@ -271,6 +279,8 @@ class Hanging(ToyBackend):
 async def test_a_newer_attempt_ends_the_one_that_was_given_up(store: MemoryStore) -> None:
     """Two ways lead to one engine. The first falls silent, so the gateway goes on by the second,
     and the engine, which was told nothing of that, has the older attempt still."""
+    asked = request("a", PROMPT, SEEDED)
+    wanted = text(asked, LONG)
     hanging = Hanging()
     engine = roomy(hanging, heartbeat_s=0.1)
     async with Door("") as door, scheduling(store) as served, AsyncExitStack() as stack:
@@ -282,7 +292,6 @@ async def test_a_newer_attempt_ends_the_one_that_was_given_up(store: MemoryStore
         door.to = v1.server.address
         front = await stack.enter_async_context(gateway(served.address))
         await all_known(front, served, 1)
-        asked = request("a", PROMPT, SEEDED)
         events = front.target.run(asked)
         told = [await begun(events)]
         door.turn(Mode.SILENT)
@@ -294,7 +303,7 @@ async def test_a_newer_attempt_ends_the_one_that_was_given_up(store: MemoryStore
         assert engine.active == 1
         hanging.go_on.set()
         whole = await reading
-        assert whole.ids == text(asked, LONG)
+        assert whole.ids == wanted
         check_sequence(whole)
         # Had the older attempt gone on, it would have made as many once more.
         assert engine.figures.committed_tokens < 1.5 * LONG
@@ -305,6 +314,8 @@ async def test_a_newer_attempt_ends_the_one_that_was_given_up(store: MemoryStore
 async def test_a_replay_waits_its_turn_where_all_are_full(store: MemoryStore) -> None:
     """Both have room for one. A new request is told to come again; one that was accepted already
     goes on in the queue of the other."""
+    asked = [request(f"{i}", (i, 2, 3), greedy(LONG)) for i in range(2)]
+    wanted = [text(one, LONG) for one in asked]
     async with Door("") as door, scheduling(store) as served, AsyncExitStack() as stack:
         places = (("v1", door.address), ("v2", ""))
         v1, v2 = [
@@ -317,14 +328,13 @@ async def test_a_replay_waits_its_turn_where_all_are_full(store: MemoryStore) ->
         door.to = v1.server.address
         front = await stack.enter_async_context(gateway(served.address))
         await all_known(front, served, 2)
-        asked = [request(f"{i}", (i, 2, 3), greedy(LONG)) for i in range(2)]
         runs = [front.target.run(one) for one in asked]
         told = [[await begun(events)] for events in runs]
         with pytest.raises(Overloaded, match="full"):
             await front.say(request("third", PROMPT, greedy(LONG)))
         cut(door)
         whole = await asyncio.gather(*map(rest_of, runs, told))
-        assert [answer.ids for answer in whole] == [text(one, LONG) for one in asked]
+        assert [answer.ids for answer in whole] == wanted
         await nothing_left(store, front, v2)
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -41,8 +42,14 @@ from .door import Door, Mode
 # Longer than the store's own timeouts, so that the scheduler answers what its store does not.
 CALL_S = 1.0
 PROMPT = [1, 2, 3]
-# Far more than fits into the buffers of a reader that stands still.
-LONG = 1500
+# Far more than fits into the buffers of a reader that stands still, and an answer that is quick.
+LONG, SHORT = 1500, 40
+
+
+@cache
+def text(tokens: int) -> list[int]:
+    """What the target alone says."""
+    return target_only(RULE, PROMPT, tokens)
 
 
 @dataclass
@@ -83,8 +90,8 @@ class Scene:
     async def serves(self) -> None:
         async with asyncio.timeout(20):
             assert self.front is not None
-            asked = request(f"new {next(self.asked)}", PROMPT, greedy(40))
-            assert await self.front.say(asked) == target_only(RULE, PROMPT, 40)
+            asked = request(f"new {next(self.asked)}", PROMPT, greedy(SHORT))
+            assert await self.front.say(asked) == text(SHORT)
 
     async def leases(self) -> None:
         """Until a request is placed by the scheduler again."""
@@ -214,6 +221,7 @@ async def test_nothing_waits_and_all_heals(
     server: OwnValkey, wrong: Callable[[Scene], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "dspark")
+    long_text, _ = text(LONG), text(SHORT)  # now, or the event loop would stand still later
     async with cluster(server) as scene:
         await until(lambda: bool(scene.served and scene.served.scheduler.view.fleet.verifiers))
         await scene.leases()
@@ -239,7 +247,7 @@ async def test_nothing_waits_and_all_heals(
         assert len(held) <= 1
         await until(lambda: claimed(scene.store, len(held)))
         whole = await rest_of(slow, told)
-        assert whole.ids == target_only(RULE, PROMPT, LONG)
+        assert whole.ids == long_text
         await until(lambda: claimed(scene.store, 0))
         await scene.store.check_integrity()
         if wrong is store_replaced:

@@ -104,4 +104,5 @@ async def test_shares_are_across_verifiers(store: Store) -> None:
     """The small tenant is at the slow verifier only, a third of all: it gets most of that. A slow
     verifier that kept 3:1 by itself would give it a twelfth of all tokens, 11:1."""
     async with saturated(store, "large") as of:
+        await until(lambda: of.slow.guidance.shares.get("small", 0.0) > 0.5)
         assert await of.ratio(3_000) < 4.0
