@@ -115,3 +115,48 @@ class Drafter(Protocol):
     def close(self, session: str) -> None:
         """Forget a session; an unknown one is fine."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No draft will come for this round: the drafter is gone, or said something that is none."""
+
+    session: str
+    round: int
+    why: str
+
+
+Answer = Draft | NeedContext | Lost
+
+
+class DrafterLink(Protocol):
+    """A drafter that answers later, as one in another process does. Nothing here waits; one caller.
+
+    Each request is answered once: what cannot be answered any more is `Lost` at once. Whoever makes
+    a link gives it a bell, a callable that it rings from any thread when there is something new.
+    """
+
+    @property
+    def card(self) -> DrafterCard: ...
+
+    @property
+    def context_window(self) -> int:
+        """Positions before the anchor that it reads; 0: all."""
+        ...
+
+    @property
+    def available(self) -> bool:
+        """Whether answers can be expected now."""
+        ...
+
+    def ask(self, requests: Sequence[DraftRequest]) -> None:
+        """One step's worth. A newer round of a session makes the older one's answer unwanted."""
+        ...
+
+    def answers(self) -> list[Answer]:
+        """What has come since the last call, in order of arrival."""
+        ...
+
+    def close(self, session: str) -> None:
+        """Forget a session; an unknown one is fine."""
+        ...

@@ -25,6 +25,7 @@ class Request:
     prompt_ids: the prompt. committed_ids: tokens an earlier attempt already streamed; the engine
     goes on after them as if it had made them itself. deadline: a point in time on the engine's
     clock, seconds. A newer `attempt` of the same `request_id` and `choice` ends the older one.
+    drafter: replica id of the one that the scheduler named, "" for whatever the verifier takes.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class Request:
     deadline: float | None = None
     lease: str = ""
     epoch: int = 0
+    drafter: str = ""
     tenant: str = ""
     priority: int = 0
     floor_tps: float = 0.0

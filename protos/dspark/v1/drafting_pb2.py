@@ -24,43 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64spark/v1/drafting.proto\x12\tdspark.v1\"n\n\x0eProposeRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.dspark.v1.VerifierHelloH\x00\x12&\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.dspark.v1.DraftBatchH\x00\x42\t\n\x07message\"r\n\x0fProposeResponse\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.dspark.v1.DrafterHelloH\x00\x12*\n\x07replies\x18\x02 \x01(\x0b\x32\x17.dspark.v1.DraftRepliesH\x00\x42\t\n\x07message\"\x99\x01\n\rVerifierHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\ttarget_id\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x0e\n\x06layers\x18\x07 \x01(\r\"\xb7\x01\n\x0c\x44rafterHello\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04\x63\x61rd\x18\x03 \x01(\x0b\x32\x16.dspark.v1.DrafterCard\x12.\n\rfeature_dtype\x18\x04 \x01(\x0e\x32\x17.dspark.v1.FeatureDtype\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_window\x18\x06 \x01(\r\"\xd5\x01\n\x0b\x44rafterCard\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\ttarget_id\x18\x05 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x11\n\tlayer_ids\x18\x07 \x03(\x05\x12\x12\n\nfeature_id\x18\x08 \x01(\t\x12\x15\n\rfeature_width\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\"r\n\nDraftBatch\x12)\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x17.dspark.v1.DraftContext\x12)\n\x08requests\x18\x02 \x03(\x0b\x32\x17.dspark.v1.DraftRequest\x12\x0e\n\x06\x63losed\x18\x03 \x03(\t\"x\n\x0c\x44raftContext\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0c\x12&\n\x05\x64type\x18\x05 \x01(\x0e\x32\x17.dspark.v1.FeatureDtype\"\x83\x02\n\x0c\x44raftRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0c\x12&\n\x05\x64type\x18\x06 \x01(\x0e\x32\x17.dspark.v1.FeatureDtype\x12\x17\n\x0foutput_position\x18\x07 \x01(\r\x12*\n\x08sampling\x18\x08 \x01(\x0b\x32\x18.dspark.v1.DraftSampling\x12\r\n\x05gamma\x18\t \x01(\r\x12\x11\n\tsupport_m\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"i\n\rDraftSampling\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.dspark.v1.SamplingMode\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\"H\n\x0c\x44raftReplies\x12&\n\x07replies\x18\x01 \x03(\x0b\x32\x15.dspark.v1.DraftReply\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"h\n\nDraftReply\x12!\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x10.dspark.v1.DraftH\x00\x12.\n\x0cneed_context\x18\x02 \x01(\x0b\x32\x16.dspark.v1.NeedContextH\x00\x42\x07\n\x05reply\"\x96\x01\n\x05\x44raft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x05\x12\x19\n\x11\x63onfidence_logits\x18\x04 \x03(\x02\x12\x13\n\x0bsupport_ids\x18\x05 \x01(\x0c\x12\x17\n\x0fsupport_weights\x18\x06 \x01(\x0c\x12\x17\n\x0flooks_back_only\x18\x07 \x01(\x08\"-\n\x0bNeedContext\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r*\x7f\n\x0cSamplingMode\x12\x1d\n\x19SAMPLING_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SAMPLING_MODE_GREEDY\x10\x01\x12\x1b\n\x17SAMPLING_MODE_REJECTION\x10\x02\x12\x19\n\x15SAMPLING_MODE_COUPLED\x10\x03*d\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x01\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x02\x32P\n\x08\x44rafting\x12\x44\n\x07Propose\x12\x19.dspark.v1.ProposeRequest\x1a\x1a.dspark.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64spark/v1/drafting.proto\x12\tdspark.v1\"\'\n\x11ProjectionRequest\x12\x12\n\nfeature_id\x18\x01 \x01(\t\"\"\n\x12ProjectionResponse\x12\x0c\n\x04part\x18\x01 \x01(\x0c\"n\n\x0eProposeRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.dspark.v1.VerifierHelloH\x00\x12&\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.dspark.v1.DraftBatchH\x00\x42\t\n\x07message\"r\n\x0fProposeResponse\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.dspark.v1.DrafterHelloH\x00\x12*\n\x07replies\x18\x02 \x01(\x0b\x32\x17.dspark.v1.DraftRepliesH\x00\x42\t\n\x07message\"\x99\x01\n\rVerifierHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\ttarget_id\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x0e\n\x06layers\x18\x07 \x01(\r\"\xe9\x01\n\x0c\x44rafterHello\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04\x63\x61rd\x18\x03 \x01(\x0b\x32\x16.dspark.v1.DrafterCard\x12.\n\rfeature_dtype\x18\x04 \x01(\x0e\x32\x17.dspark.v1.FeatureDtype\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_window\x18\x06 \x01(\r\x12\x30\n\x0b\x63\x61libration\x18\x07 \x03(\x0b\x32\x1b.dspark.v1.CalibrationTable\"\xd5\x01\n\x0b\x44rafterCard\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\ttarget_id\x18\x05 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x11\n\tlayer_ids\x18\x07 \x03(\x05\x12\x12\n\nfeature_id\x18\x08 \x01(\t\x12\x15\n\rfeature_width\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\"r\n\nDraftBatch\x12)\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x17.dspark.v1.DraftContext\x12)\n\x08requests\x18\x02 \x03(\x0b\x32\x17.dspark.v1.DraftRequest\x12\x0e\n\x06\x63losed\x18\x03 \x03(\t\"x\n\x0c\x44raftContext\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0c\x12&\n\x05\x64type\x18\x05 \x01(\x0e\x32\x17.dspark.v1.FeatureDtype\"\x83\x02\n\x0c\x44raftRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0c\x12&\n\x05\x64type\x18\x06 \x01(\x0e\x32\x17.dspark.v1.FeatureDtype\x12\x17\n\x0foutput_position\x18\x07 \x01(\r\x12*\n\x08sampling\x18\x08 \x01(\x0b\x32\x18.dspark.v1.DraftSampling\x12\r\n\x05gamma\x18\t \x01(\r\x12\x11\n\tsupport_m\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"i\n\rDraftSampling\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.dspark.v1.SamplingMode\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\"H\n\x0c\x44raftReplies\x12&\n\x07replies\x18\x01 \x03(\x0b\x32\x15.dspark.v1.DraftReply\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"h\n\nDraftReply\x12!\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x10.dspark.v1.DraftH\x00\x12.\n\x0cneed_context\x18\x02 \x01(\x0b\x32\x16.dspark.v1.NeedContextH\x00\x42\x07\n\x05reply\"\x96\x01\n\x05\x44raft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x05\x12\x19\n\x11\x63onfidence_logits\x18\x04 \x03(\x02\x12\x13\n\x0bsupport_ids\x18\x05 \x01(\x0c\x12\x17\n\x0fsupport_weights\x18\x06 \x01(\x0c\x12\x17\n\x0flooks_back_only\x18\x07 \x01(\x08\"-\n\x0bNeedContext\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\"c\n\x10\x43\x61librationTable\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.dspark.v1.SamplingMode\x12\x14\n\x0ctemperatures\x18\x03 \x03(\x01*\x7f\n\x0cSamplingMode\x12\x1d\n\x19SAMPLING_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SAMPLING_MODE_GREEDY\x10\x01\x12\x1b\n\x17SAMPLING_MODE_REJECTION\x10\x02\x12\x19\n\x15SAMPLING_MODE_COUPLED\x10\x03*d\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x01\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x02\x32\x9d\x01\n\x08\x44rafting\x12\x44\n\x07Propose\x12\x19.dspark.v1.ProposeRequest\x1a\x1a.dspark.v1.ProposeResponse(\x01\x30\x01\x12K\n\nProjection\x12\x1c.dspark.v1.ProjectionRequest\x1a\x1d.dspark.v1.ProjectionResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dspark.v1.drafting_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLINGMODE']._serialized_start=1812
-  _globals['_SAMPLINGMODE']._serialized_end=1939
-  _globals['_FEATUREDTYPE']._serialized_start=1941
-  _globals['_FEATUREDTYPE']._serialized_end=2041
-  _globals['_PROPOSEREQUEST']._serialized_start=39
-  _globals['_PROPOSEREQUEST']._serialized_end=149
-  _globals['_PROPOSERESPONSE']._serialized_start=151
-  _globals['_PROPOSERESPONSE']._serialized_end=265
-  _globals['_VERIFIERHELLO']._serialized_start=268
-  _globals['_VERIFIERHELLO']._serialized_end=421
-  _globals['_DRAFTERHELLO']._serialized_start=424
-  _globals['_DRAFTERHELLO']._serialized_end=607
-  _globals['_DRAFTERCARD']._serialized_start=610
-  _globals['_DRAFTERCARD']._serialized_end=823
-  _globals['_DRAFTBATCH']._serialized_start=825
-  _globals['_DRAFTBATCH']._serialized_end=939
-  _globals['_DRAFTCONTEXT']._serialized_start=941
-  _globals['_DRAFTCONTEXT']._serialized_end=1061
-  _globals['_DRAFTREQUEST']._serialized_start=1064
-  _globals['_DRAFTREQUEST']._serialized_end=1323
-  _globals['_DRAFTSAMPLING']._serialized_start=1325
-  _globals['_DRAFTSAMPLING']._serialized_end=1430
-  _globals['_DRAFTREPLIES']._serialized_start=1432
-  _globals['_DRAFTREPLIES']._serialized_end=1504
-  _globals['_DRAFTREPLY']._serialized_start=1506
-  _globals['_DRAFTREPLY']._serialized_end=1610
-  _globals['_DRAFT']._serialized_start=1613
-  _globals['_DRAFT']._serialized_end=1763
-  _globals['_NEEDCONTEXT']._serialized_start=1765
-  _globals['_NEEDCONTEXT']._serialized_end=1810
-  _globals['_DRAFTING']._serialized_start=2043
-  _globals['_DRAFTING']._serialized_end=2123
+  _globals['_SAMPLINGMODE']._serialized_start=2040
+  _globals['_SAMPLINGMODE']._serialized_end=2167
+  _globals['_FEATUREDTYPE']._serialized_start=2169
+  _globals['_FEATUREDTYPE']._serialized_end=2269
+  _globals['_PROJECTIONREQUEST']._serialized_start=39
+  _globals['_PROJECTIONREQUEST']._serialized_end=78
+  _globals['_PROJECTIONRESPONSE']._serialized_start=80
+  _globals['_PROJECTIONRESPONSE']._serialized_end=114
+  _globals['_PROPOSEREQUEST']._serialized_start=116
+  _globals['_PROPOSEREQUEST']._serialized_end=226
+  _globals['_PROPOSERESPONSE']._serialized_start=228
+  _globals['_PROPOSERESPONSE']._serialized_end=342
+  _globals['_VERIFIERHELLO']._serialized_start=345
+  _globals['_VERIFIERHELLO']._serialized_end=498
+  _globals['_DRAFTERHELLO']._serialized_start=501
+  _globals['_DRAFTERHELLO']._serialized_end=734
+  _globals['_DRAFTERCARD']._serialized_start=737
+  _globals['_DRAFTERCARD']._serialized_end=950
+  _globals['_DRAFTBATCH']._serialized_start=952
+  _globals['_DRAFTBATCH']._serialized_end=1066
+  _globals['_DRAFTCONTEXT']._serialized_start=1068
+  _globals['_DRAFTCONTEXT']._serialized_end=1188
+  _globals['_DRAFTREQUEST']._serialized_start=1191
+  _globals['_DRAFTREQUEST']._serialized_end=1450
+  _globals['_DRAFTSAMPLING']._serialized_start=1452
+  _globals['_DRAFTSAMPLING']._serialized_end=1557
+  _globals['_DRAFTREPLIES']._serialized_start=1559
+  _globals['_DRAFTREPLIES']._serialized_end=1631
+  _globals['_DRAFTREPLY']._serialized_start=1633
+  _globals['_DRAFTREPLY']._serialized_end=1737
+  _globals['_DRAFT']._serialized_start=1740
+  _globals['_DRAFT']._serialized_end=1890
+  _globals['_NEEDCONTEXT']._serialized_start=1892
+  _globals['_NEEDCONTEXT']._serialized_end=1937
+  _globals['_CALIBRATIONTABLE']._serialized_start=1939
+  _globals['_CALIBRATIONTABLE']._serialized_end=2038
+  _globals['_DRAFTING']._serialized_start=2272
+  _globals['_DRAFTING']._serialized_end=2429
 # @@protoc_insertion_point(module_scope)

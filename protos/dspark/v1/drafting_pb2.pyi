@@ -66,6 +66,47 @@ FEATURE_DTYPE_BFLOAT16: FeatureDtype.ValueType  # 2
 Global___FeatureDtype: _TypeAlias = FeatureDtype  # noqa: Y015
 
 @_typing.final
+class ProjectionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FEATURE_ID_FIELD_NUMBER: _builtins.int
+    feature_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        feature_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_id", b"feature_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProjectionRequest: _TypeAlias = ProjectionRequest  # noqa: Y015
+
+@_typing.final
+class ProjectionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    part: _builtins.bytes
+    """Tensors "weight" [d, m * D] and "norm_weight" [d], either may be missing, float32; metadata
+    "layer_ids" (as JSON) and "eps". Their hash is the feature_id.
+    """
+    def __init__(
+        self,
+        *,
+        part: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProjectionResponse: _TypeAlias = ProjectionResponse  # noqa: Y015
+
+@_typing.final
 class ProposeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -174,6 +215,7 @@ class DrafterHello(_message.Message):
     FEATURE_DTYPE_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     CONTEXT_WINDOW_FIELD_NUMBER: _builtins.int
+    CALIBRATION_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     """Replica id."""
     epoch: _builtins.int
@@ -188,6 +230,10 @@ class DrafterHello(_message.Message):
     """Positions before the anchor that it reads; older ones need never be sent again. 0: all."""
     @_builtins.property
     def card(self) -> Global___DrafterCard: ...
+    @_builtins.property
+    def calibration(self) -> _containers.RepeatedCompositeFieldContainer[Global___CalibrationTable]:
+        """Shipped with its checkpoint, used until the scheduler's plans bring newer ones."""
+
     def __init__(
         self,
         *,
@@ -197,10 +243,11 @@ class DrafterHello(_message.Message):
         feature_dtype: Global___FeatureDtype.ValueType = ...,
         max_message_bytes: _builtins.int = ...,
         context_window: _builtins.int = ...,
+        calibration: _abc.Iterable[Global___CalibrationTable] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "context_window", b"context_window", "drafter", b"drafter", "epoch", b"epoch", "feature_dtype", b"feature_dtype", "max_message_bytes", b"max_message_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "card", b"card", "context_window", b"context_window", "drafter", b"drafter", "epoch", b"epoch", "feature_dtype", b"feature_dtype", "max_message_bytes", b"max_message_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,3 +615,34 @@ class NeedContext(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NeedContext: _TypeAlias = NeedContext  # noqa: Y015
+
+@_typing.final
+class CalibrationTable(_message.Message):
+    """Temperatures of one drafter checkpoint in one mode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    TEMPERATURES_FIELD_NUMBER: _builtins.int
+    drafter_id: _builtins.str
+    """DrafterCard.drafter_id."""
+    mode: Global___SamplingMode.ValueType
+    @_builtins.property
+    def temperatures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """[γ] divisor of the confidence logit at each position; above 0. Later positions use the last."""
+
+    def __init__(
+        self,
+        *,
+        drafter_id: _builtins.str = ...,
+        mode: Global___SamplingMode.ValueType = ...,
+        temperatures: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "mode", b"mode", "temperatures", b"temperatures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CalibrationTable: _TypeAlias = CalibrationTable  # noqa: Y015

@@ -40,6 +40,11 @@ class DraftingStub:
                 request_serializer=dspark_dot_v1_dot_drafting__pb2.ProposeRequest.SerializeToString,
                 response_deserializer=dspark_dot_v1_dot_drafting__pb2.ProposeResponse.FromString,
                 _registered_method=True)
+        self.Projection = channel.unary_stream(
+                '/dspark.v1.Drafting/Projection',
+                request_serializer=dspark_dot_v1_dot_drafting__pb2.ProjectionRequest.SerializeToString,
+                response_deserializer=dspark_dot_v1_dot_drafting__pb2.ProjectionResponse.FromString,
+                _registered_method=True)
 
 
 class DraftingServicer:
@@ -56,6 +61,14 @@ class DraftingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Projection(self, request, context):
+        """The projection of DrafterCard.feature_id as the bytes of a safetensors file, in parts: with it
+        a verifier makes the features that this drafter reads. NOT_FOUND: it is not this drafter's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftingServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +76,11 @@ def add_DraftingServicer_to_server(servicer, server):
                     servicer.Propose,
                     request_deserializer=dspark_dot_v1_dot_drafting__pb2.ProposeRequest.FromString,
                     response_serializer=dspark_dot_v1_dot_drafting__pb2.ProposeResponse.SerializeToString,
+            ),
+            'Projection': grpc.unary_stream_rpc_method_handler(
+                    servicer.Projection,
+                    request_deserializer=dspark_dot_v1_dot_drafting__pb2.ProjectionRequest.FromString,
+                    response_serializer=dspark_dot_v1_dot_drafting__pb2.ProjectionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +111,33 @@ class Drafting:
             '/dspark.v1.Drafting/Propose',
             dspark_dot_v1_dot_drafting__pb2.ProposeRequest.SerializeToString,
             dspark_dot_v1_dot_drafting__pb2.ProposeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Projection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dspark.v1.Drafting/Projection',
+            dspark_dot_v1_dot_drafting__pb2.ProjectionRequest.SerializeToString,
+            dspark_dot_v1_dot_drafting__pb2.ProjectionResponse.FromString,
             options,
             channel_credentials,
             insecure,

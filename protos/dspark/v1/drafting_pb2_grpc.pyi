@@ -43,6 +43,10 @@ class DraftingStub:
     is one DraftBatch up (more only where context outgrows a message), and its replies come down
     in one or several messages, in any order.
     """
+    Projection: _grpc.UnaryStreamMultiCallable[_drafting_pb2.ProjectionRequest, _drafting_pb2.ProjectionResponse]
+    """The projection of DrafterCard.feature_id as the bytes of a safetensors file, in parts: with it
+    a verifier makes the features that this drafter reads. NOT_FOUND: it is not this drafter's.
+    """
 
 @_typing.type_check_only
 class DraftingAsyncStub(DraftingStub):
@@ -54,6 +58,10 @@ class DraftingAsyncStub(DraftingStub):
     a mismatch ends the stream with FAILED_PRECONDITION naming both values. After that each step
     is one DraftBatch up (more only where context outgrows a message), and its replies come down
     in one or several messages, in any order.
+    """
+    Projection: _aio.UnaryStreamMultiCallable[_drafting_pb2.ProjectionRequest, _drafting_pb2.ProjectionResponse]  # type: ignore[assignment]
+    """The projection of DrafterCard.feature_id as the bytes of a safetensors file, in parts: with it
+    a verifier makes the features that this drafter reads. NOT_FOUND: it is not this drafter's.
     """
 
 class DraftingServicer(metaclass=_abc_1.ABCMeta):
@@ -69,6 +77,16 @@ class DraftingServicer(metaclass=_abc_1.ABCMeta):
         a mismatch ends the stream with FAILED_PRECONDITION naming both values. After that each step
         is one DraftBatch up (more only where context outgrows a message), and its replies come down
         in one or several messages, in any order.
+        """
+
+    @_abc_1.abstractmethod
+    def Projection(
+        self,
+        request: _drafting_pb2.ProjectionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_drafting_pb2.ProjectionResponse], _abc.AsyncIterator[_drafting_pb2.ProjectionResponse]]:
+        """The projection of DrafterCard.feature_id as the bytes of a safetensors file, in parts: with it
+        a verifier makes the features that this drafter reads. NOT_FOUND: it is not this drafter's.
         """
 
 def add_DraftingServicer_to_server(servicer: DraftingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -954,12 +954,12 @@ class Calibration(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___CalibrationTable]: ...
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_drafting_pb2.CalibrationTable]: ...
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
-        tables: _abc.Iterable[Global___CalibrationTable] | None = ...,
+        tables: _abc.Iterable[_drafting_pb2.CalibrationTable] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -968,32 +968,3 @@ class Calibration(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Calibration: _TypeAlias = Calibration  # noqa: Y015
-
-@_typing.final
-class CalibrationTable(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DRAFTER_ID_FIELD_NUMBER: _builtins.int
-    MODE_FIELD_NUMBER: _builtins.int
-    TEMPERATURES_FIELD_NUMBER: _builtins.int
-    drafter_id: _builtins.str
-    """DrafterCard.drafter_id."""
-    mode: _drafting_pb2.SamplingMode.ValueType
-    @_builtins.property
-    def temperatures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """[γ] divisor of the confidence logit at each position; above 0. Later positions use the last."""
-
-    def __init__(
-        self,
-        *,
-        drafter_id: _builtins.str = ...,
-        mode: _drafting_pb2.SamplingMode.ValueType = ...,
-        temperatures: _abc.Iterable[_builtins.float] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "mode", b"mode", "temperatures", b"temperatures"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CalibrationTable: _TypeAlias = CalibrationTable  # noqa: Y015

@@ -1,12 +1,22 @@
-"""Replicas and their cards on the wire and back, for every servicer and client that names them."""
+"""Replicas, their cards and calibration on the wire and back, for every servicer and client that
+names them."""
 
 from __future__ import annotations
 
 from dspark.core.drafts import DrafterCard
+from dspark.core.errors import InvalidRequest
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Replica, VerifierCard
 from dspark.core.requests import Limits
+from dspark.core.sampling import SamplingMode
 from dspark.v1 import drafting_pb2
 from dspark.v1 import verification_pb2 as pb
+
+_MODES = {
+    SamplingMode.GREEDY: drafting_pb2.SAMPLING_MODE_GREEDY,
+    SamplingMode.REJECTION: drafting_pb2.SAMPLING_MODE_REJECTION,
+    SamplingMode.COUPLED: drafting_pb2.SAMPLING_MODE_COUPLED,
+}
 
 
 def replica_to_wire(replica: Replica) -> pb.Replica:
@@ -76,3 +86,28 @@ def drafter_from_wire(wire: drafting_pb2.DrafterCard) -> DrafterCard:
         feature_width=wire.feature_width,
         protocol_version=wire.protocol_version,
     )
+
+
+def mode_to_wire(mode: SamplingMode) -> drafting_pb2.SamplingMode.ValueType:
+    return _MODES[mode]
+
+
+def mode_from_wire(wire: drafting_pb2.SamplingMode.ValueType) -> SamplingMode:
+    """Raises InvalidRequest."""
+    for mode, known in _MODES.items():
+        if known == wire:
+            return mode
+    raise InvalidRequest("mode", int(wire), "is not one of: greedy, rejection, coupled")
+
+
+def table_to_wire(table: CalibrationTable) -> drafting_pb2.CalibrationTable:
+    return drafting_pb2.CalibrationTable(
+        drafter_id=table.drafter_id,
+        mode=mode_to_wire(table.mode),
+        temperatures=table.temperatures,
+    )
+
+
+def table_from_wire(wire: drafting_pb2.CalibrationTable) -> CalibrationTable:
+    """Raises InvalidRequest for its mode; temperatures are the reader's to check."""
+    return CalibrationTable(wire.drafter_id, mode_from_wire(wire.mode), tuple(wire.temperatures))

@@ -6,31 +6,28 @@ from dspark.client.wire_client import speculation_from_wire, speculation_to_wire
 from dspark.core.drafts import PROTOCOL_VERSION
 from dspark.core.errors import ConfigError, InvalidRequest
 from dspark.core.leases import Lease, LeaseRequest
-from dspark.core.plans import Calibration, CalibrationTable, Directions, Plan, check_plan
+from dspark.core.plans import Calibration, Directions, Plan, check_plan
 from dspark.core.replicas import Card, DrafterLoad, Member, Pool, VerifierCard
 from dspark.core.reports import DrafterUse, Report, TenantReport, VerdictCounts
-from dspark.core.sampling import SamplingMode
 from dspark.scheduler import StepCost
 from dspark.scheduling.cards_client import (
     drafter_from_wire,
     drafter_to_wire,
+    mode_from_wire,
+    mode_to_wire,
     replica_from_wire,
     replica_to_wire,
+    table_from_wire,
+    table_to_wire,
     verifier_from_wire,
     verifier_to_wire,
 )
-from dspark.v1 import drafting_pb2
 from dspark.v1 import scheduling_pb2 as pb
 
 _POOLS = {
     Pool.GATEWAY: pb.POOL_GATEWAY,
     Pool.VERIFIER: pb.POOL_VERIFIER,
     Pool.DRAFTER: pb.POOL_DRAFTER,
-}
-_MODES = {
-    SamplingMode.GREEDY: drafting_pb2.SAMPLING_MODE_GREEDY,
-    SamplingMode.REJECTION: drafting_pb2.SAMPLING_MODE_REJECTION,
-    SamplingMode.COUPLED: drafting_pb2.SAMPLING_MODE_COUPLED,
 }
 
 
@@ -271,7 +268,7 @@ def report_from_wire(wire: pb.Report) -> Report:
 def _verdicts_to_wire(counts: VerdictCounts) -> pb.VerdictCounts:
     return pb.VerdictCounts(
         drafter_id=counts.drafter_id,
-        mode=_MODES[counts.mode],
+        mode=mode_to_wire(counts.mode),
         bins=len(counts.reached[0]) if counts.reached else 0,
         reached=[count for row in counts.reached for count in row],
         accepted=[count for row in counts.accepted for count in row],
@@ -293,14 +290,6 @@ def _verdicts_from_wire(wire: pb.VerdictCounts) -> VerdictCounts:
         rows(list(wire.reached)),
         rows(list(wire.accepted)),
     )
-
-
-def mode_from_wire(wire: drafting_pb2.SamplingMode.ValueType) -> SamplingMode:
-    """Raises InvalidRequest."""
-    for mode, known in _MODES.items():
-        if known == wire:
-            return mode
-    raise InvalidRequest("mode", int(wire), "is not one of: greedy, rejection, coupled")
 
 
 # --- plans
@@ -353,24 +342,9 @@ def plan_from_wire(wire: pb.Plan) -> Plan:
 def calibration_to_wire(calibration: Calibration) -> pb.Calibration:
     return pb.Calibration(
         version=calibration.version,
-        tables=[
-            pb.CalibrationTable(
-                drafter_id=table.drafter_id,
-                mode=_MODES[table.mode],
-                temperatures=table.temperatures,
-            )
-            for table in calibration.tables
-        ],
+        tables=map(table_to_wire, calibration.tables),
     )
 
 
 def calibration_from_wire(wire: pb.Calibration) -> Calibration:
-    return Calibration(
-        wire.version,
-        tuple(
-            CalibrationTable(
-                table.drafter_id, mode_from_wire(table.mode), tuple(table.temperatures)
-            )
-            for table in wire.tables
-        ),
-    )
+    return Calibration(wire.version, tuple(map(table_from_wire, wire.tables)))
