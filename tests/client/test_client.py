@@ -309,6 +309,42 @@ async def test_blocking_calls_resume_too() -> None:
         await asyncio.to_thread(blocking.close)
 
 
+async def test_what_one_gateway_cannot_finish_goes_on_at_another() -> None:
+    """Whichever is lost first, the other has it all; what is asked next begins there."""
+    backends = [HeldBackend(4), HeldBackend(4)]
+    async with front(toy(backends[0])) as one, front(toy(backends[1])) as other:
+        fronts = [one, other]
+        async with AsyncClient([one.address, other.address], retry=SOON) as client:
+            stream = client.stream(PROMPT, temperature=0.0, max_tokens=50)
+            got = [await anext(stream)]
+            lost, left = fronts if one.asked else reversed(fronts)
+            assert not left.asked
+            for backend in backends:
+                backend.go_on.set()
+            await lost.server.drain(0)
+            got += await chunks(stream)
+            assert len(left.asked) == 1
+            assert [id for chunk in got for id in chunk.ids] == expected(PROMPT, 50)
+            check_whole(got, stream.generation)
+            await client.model_info()
+            await client.generate(PROMPT, max_tokens=2)
+            assert (len(lost.asked), len(left.asked)) == (1, 2)
+
+
+async def test_of_several_gateways_the_blocking_client_finds_one_that_is_there() -> None:
+    async with front() as served, front() as gone:
+        address = gone.address
+        await gone.server.drain(0)
+        for _ in range(5):  # whichever it begins with
+            with Client([address, served.address], retry=SOON) as client:
+                answer = await asyncio.to_thread(
+                    client.generate, PROMPT, temperature=0.0, max_tokens=2
+                )
+            assert list(answer.choices[0].token_ids) == expected(PROMPT, 2)
+    with pytest.raises(ConfigError, match="at least one gateway"):
+        Client([])
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 async def test_a_connection_that_is_lost_is_made_again(sampling: dict[str, Any]) -> None:
     options: Any = {"max_tokens": 80, **sampling}

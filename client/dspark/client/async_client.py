@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from dspark.client.answer_client import AnswerState, model_from_wire
-from dspark.client.connection import Connection, Tls
+from dspark.client.connection import Connection, Tls, Turns
 from dspark.client.request_client import (
     Message,
     Options,
@@ -23,6 +23,7 @@ from dspark.client.request_client import (
 )
 from dspark.client.results import Chunk, Generation, ModelInfo
 from dspark.client.retry import Retry, Tries
+from dspark.client.tracing import traceparent
 from dspark.client.wire_client import error_from_rpc
 from dspark.core.drafts import PROTOCOL_VERSION
 from dspark.core.errors import DsparkError, Unavailable
@@ -41,7 +42,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str | None = None,
         tls: Tls | bool = False,
@@ -54,12 +55,12 @@ class AsyncClient:
 
     # Made by the first call: a channel belongs to the event loop that runs then.
     @cached_property
-    def _channel(self) -> grpc.aio.Channel:
-        return self._connection.async_channel()
+    def _channels(self) -> list[grpc.aio.Channel]:
+        return self._connection.async_channels()
 
     @cached_property
-    def _stub(self) -> pb_grpc.GenerationAsyncStub:
-        return pb_grpc.GenerationStub(self._channel)
+    def _turns(self) -> Turns[pb_grpc.GenerationAsyncStub]:
+        return Turns([pb_grpc.GenerationStub(channel) for channel in self._channels])
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """The whole answer to a text, ids or messages. Options: see `Options`."""
@@ -76,10 +77,11 @@ class AsyncClient:
                 print(chunk.text, end="", flush=True)
         """
         state = AnswerState(generate_request(prompt, options))
-        metadata = self._connection.metadata(options.get("traceparent", ""))
+        metadata = self._connection.metadata(traceparent(options))
+        stub = self._turns.request()
 
         def start(request: pb.GenerateRequest, left_s: float | None) -> Any:
-            return self._stub.Generate(request, timeout=left_s, metadata=metadata)
+            return stub(request.attempt).Generate(request, timeout=left_s, metadata=metadata)
 
         tries = Tries(self._retry, options.get("deadline_s"))
         return AsyncStream(state, tries, start, self._sleep)
@@ -97,7 +99,7 @@ class AsyncClient:
         request = pb.CountTokensRequest(
             protocol_version=PROTOCOL_VERSION, model=model or "", prompt=prompt_to_wire(prompt)
         )
-        reply = await self._ask(self._stub.CountTokens, request, deadline_s)
+        reply = await self._ask(lambda stub: stub.CountTokens, request, deadline_s)
         return reply.prompt_tokens
 
     async def model_info(
@@ -105,22 +107,27 @@ class AsyncClient:
     ) -> ModelInfo:
         """What is served, and its limits."""
         request = pb.ModelInfoRequest(protocol_version=PROTOCOL_VERSION, model=model or "")
-        return model_from_wire(await self._ask(self._stub.ModelInfo, request, deadline_s))
+        return model_from_wire(await self._ask(lambda stub: stub.ModelInfo, request, deadline_s))
 
     async def _ask(
-        self, method: Callable[..., Awaitable[Reply]], request: object, deadline_s: float | None
+        self,
+        method: Callable[[pb_grpc.GenerationAsyncStub], Callable[..., Awaitable[Reply]]],
+        request: object,
+        deadline_s: float | None,
     ) -> Reply:
-        tries = Tries(self._retry, deadline_s)
+        tries, stub = Tries(self._retry, deadline_s), self._turns.request()
         while True:
             try:
                 metadata = self._connection.metadata()
-                return await method(request, timeout=tries.left_s(), metadata=metadata)
+                call = method(stub(tries.attempt))
+                return await call(request, timeout=tries.left_s(), metadata=metadata)
             except grpc.RpcError as broken:
                 wait_s = tries.failed(error_from_rpc(broken))
             await self._sleep(wait_s)
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        for channel in self._channels:
+            await channel.close(None)
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 
 from dspark.core.errors import ConfigError
+
+Stub = TypeVar("Stub")
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     # The server bounds what it takes; an answer's messages are small, a prompt's ids come in one.
@@ -38,23 +43,33 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """address: host:port. tls: True trusts the system's authorities."""
+    """address: host:port, or those of several gateways of one cluster. tls: True trusts the
+    system's authorities."""
 
-    address: str
+    address: str | Sequence[str]
     api_key: str | None = field(default=None, repr=False)
     tls: Tls | bool = False
 
-    def channel(self) -> grpc.Channel:
-        tls = self._credentials()
-        if tls is None:
-            return grpc.insecure_channel(self.address, OPTIONS)
-        return grpc.secure_channel(self.address, tls, OPTIONS)
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Raises ConfigError where there is none."""
+        addresses = (self.address,) if isinstance(self.address, str) else tuple(self.address)
+        if not addresses:
+            raise ConfigError("address: [] must name at least one gateway")
+        return addresses
 
-    def async_channel(self) -> grpc.aio.Channel:
+    def channels(self) -> list[grpc.Channel]:
+        """One for each address; each connects when it is first used."""
         tls = self._credentials()
         if tls is None:
-            return grpc.aio.insecure_channel(self.address, OPTIONS)
-        return grpc.aio.secure_channel(self.address, tls, OPTIONS)
+            return [grpc.insecure_channel(address, OPTIONS) for address in self.addresses]
+        return [grpc.secure_channel(address, tls, OPTIONS) for address in self.addresses]
+
+    def async_channels(self) -> list[grpc.aio.Channel]:
+        tls = self._credentials()
+        if tls is None:
+            return [grpc.aio.insecure_channel(address, OPTIONS) for address in self.addresses]
+        return [grpc.aio.secure_channel(address, tls, OPTIONS) for address in self.addresses]
 
     def metadata(self, traceparent: str = "") -> tuple[tuple[str, str], ...]:
         """What goes with every call."""
@@ -67,6 +82,25 @@ class Connection:
     def _credentials(self) -> grpc.ChannelCredentials | None:
         tls = Tls() if self.tls is True else self.tls
         return tls.credentials() if isinstance(tls, Tls) else None
+
+
+class Turns(Generic[Stub]):
+    """Which of several gateways a try goes to: the next one after each that failed, and new
+    requests begin where the last try went. Clients begin at different ones."""
+
+    def __init__(self, stubs: Sequence[Stub]) -> None:
+        self._stubs = stubs
+        self._at = random.randrange(len(stubs))
+
+    def request(self) -> Callable[[int], Stub]:
+        """Of one request: the stub for its try number 0, 1, …"""
+        first = self._at
+
+        def stub(attempt: int) -> Stub:
+            self._at = (first + attempt) % len(self._stubs)
+            return self._stubs[self._at]
+
+        return stub
 
 
 def _read(file: str | Path | None) -> bytes | None:

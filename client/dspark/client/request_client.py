@@ -32,7 +32,8 @@ class Options(TypedDict, total=False):
     model: None takes what the server serves. deadline_s: seconds for the whole answer, retries
     included. priority: higher goes first. floor_tps: tokens a second each choice should never fall
     below. speculation: drafter, gamma, verify. request_id: made up if left out. traceparent: W3C
-    trace context that the server's spans continue. return_prompt_ids: in the result.
+    trace context that the server's spans continue; left out, that of OpenTelemetry's active span
+    where the application uses it. return_prompt_ids: in the result.
     """
 
     temperature: float

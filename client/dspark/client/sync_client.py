@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from dspark.client.answer_client import AnswerState, model_from_wire
-from dspark.client.connection import Connection, Tls
+from dspark.client.connection import Connection, Tls, Turns
 from dspark.client.request_client import (
     Message,
     Options,
@@ -22,6 +22,7 @@ from dspark.client.request_client import (
 )
 from dspark.client.results import Chunk, Generation, ModelInfo
 from dspark.client.retry import Retry, Tries
+from dspark.client.tracing import traceparent
 from dspark.client.wire_client import error_from_rpc
 from dspark.core.drafts import PROTOCOL_VERSION
 from dspark.core.errors import DsparkError, Unavailable
@@ -37,15 +38,16 @@ class Client:
         with Client("localhost:50051") as client:
             print(client.chat("Why is the sky blue?", max_tokens=100).text)
 
-    address: host:port. api_key: sent with every call. tls: True, or the files to trust and show.
-    retry: what to do when the server is unavailable. Every call raises a `DsparkError`:
+    address: host:port, or a list of them: the gateways of one cluster; what one of them cannot
+    finish goes on at the next. api_key: sent with every call. tls: True, or the files to trust and
+    show. retry: what to do when the server is unavailable. Every call raises a `DsparkError`:
     InvalidRequest, Unauthenticated, NotFound, Overloaded, DeadlineExceeded, Unavailable, Cancelled,
     ModelError, or the bare class for a bug of the server's.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str | None = None,
         tls: Tls | bool = False,
@@ -55,8 +57,8 @@ class Client:
         self._connection = Connection(address, api_key, tls)
         self._retry = retry or Retry()
         self._sleep = sleep
-        self._channel = self._connection.channel()
-        self._stub = pb_grpc.GenerationStub(self._channel)
+        self._channels = self._connection.channels()
+        self._turns = Turns([pb_grpc.GenerationStub(channel) for channel in self._channels])
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """The whole answer to a text, ids or messages. Options: see `Options`."""
@@ -73,10 +75,11 @@ class Client:
                 print(chunk.text, end="", flush=True)
         """
         state = AnswerState(generate_request(prompt, options))
-        metadata = self._connection.metadata(options.get("traceparent", ""))
+        metadata = self._connection.metadata(traceparent(options))
+        stub = self._turns.request()
 
         def start(request: pb.GenerateRequest, left_s: float | None) -> Any:
-            return self._stub.Generate(request, timeout=left_s, metadata=metadata)
+            return stub(request.attempt).Generate(request, timeout=left_s, metadata=metadata)
 
         tries = Tries(self._retry, options.get("deadline_s"))
         return Stream(state, tries, start, self._sleep)
@@ -92,28 +95,35 @@ class Client:
         request = pb.CountTokensRequest(
             protocol_version=PROTOCOL_VERSION, model=model or "", prompt=prompt_to_wire(prompt)
         )
-        reply: pb.CountTokensResponse = self._ask(self._stub.CountTokens, request, deadline_s)
+        reply: pb.CountTokensResponse = self._ask(
+            lambda stub: stub.CountTokens, request, deadline_s
+        )
         return reply.prompt_tokens
 
     def model_info(self, model: str | None = None, *, deadline_s: float | None = None) -> ModelInfo:
         """What is served, and its limits."""
         request = pb.ModelInfoRequest(protocol_version=PROTOCOL_VERSION, model=model or "")
-        return model_from_wire(self._ask(self._stub.ModelInfo, request, deadline_s))
+        return model_from_wire(self._ask(lambda stub: stub.ModelInfo, request, deadline_s))
 
     def _ask(
-        self, method: Callable[..., Reply], request: object, deadline_s: float | None
+        self,
+        method: Callable[[pb_grpc.GenerationStub], Callable[..., Reply]],
+        request: object,
+        deadline_s: float | None,
     ) -> Reply:
-        tries = Tries(self._retry, deadline_s)
+        tries, stub = Tries(self._retry, deadline_s), self._turns.request()
         while True:
             try:
                 metadata = self._connection.metadata()
-                return method(request, timeout=tries.left_s(), metadata=metadata)
+                call = method(stub(tries.attempt))
+                return call(request, timeout=tries.left_s(), metadata=metadata)
             except grpc.RpcError as broken:
                 wait_s = tries.failed(error_from_rpc(broken))
             self._sleep(wait_s)
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
