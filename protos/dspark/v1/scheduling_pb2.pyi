@@ -307,6 +307,40 @@ class LeaveResponse(_message.Message):
 Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -968,3 +1002,204 @@ class Calibration(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Calibration: _TypeAlias = Calibration  # noqa: Y015
+
+@_typing.final
+class StatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
+
+@_typing.final
+class StatusResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    SCHEDULER_FIELD_NUMBER: _builtins.int
+    LEADS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    SEEN_S_FIELD_NUMBER: _builtins.int
+    STORE_AWAY_S_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
+    CALIBRATION_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    scheduler: _builtins.str
+    """Name of the replica that answers."""
+    leads: _builtins.bool
+    """Whether it plans for the cluster."""
+    seen_s: _builtins.float
+    """Seconds since it looked. Unset: it has seen nothing yet."""
+    store_away_s: _builtins.float
+    """Seconds since the store went away. Unset: it is there."""
+    plans: _builtins.int
+    """Rounds of plans that it has published."""
+    following: _builtins.int
+    """Verifiers that get their plans from it."""
+    calibration: _builtins.int
+    """Version in use. Of the replica that plans, as is drift."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberStatus]: ...
+    @_builtins.property
+    def drift(self) -> _containers.RepeatedCompositeFieldContainer[Global___CalibrationDrift]: ...
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        scheduler: _builtins.str = ...,
+        leads: _builtins.bool = ...,
+        members: _abc.Iterable[Global___MemberStatus] | None = ...,
+        seen_s: _builtins.float | None = ...,
+        store_away_s: _builtins.float | None = ...,
+        plans: _builtins.int = ...,
+        following: _builtins.int = ...,
+        calibration: _builtins.int = ...,
+        drift: _abc.Iterable[Global___CalibrationDrift] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seen_s", b"_seen_s", "_store_away_s", b"_store_away_s", "seen_s", b"seen_s", "store_away_s", b"store_away_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seen_s", b"_seen_s", "_store_away_s", b"_store_away_s", "calibration", b"calibration", "drift", b"drift", "following", b"following", "leads", b"leads", "members", b"members", "plans", b"plans", "protocol_version", b"protocol_version", "scheduler", b"scheduler", "seen_s", b"seen_s", "store_away_s", b"store_away_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seen_s: _TypeAlias = _typing.Literal["seen_s"]  # noqa: Y015
+    _WhichOneofArgType__seen_s: _TypeAlias = _typing.Literal["_seen_s", b"_seen_s"]  # noqa: Y015
+    _WhichOneofReturnType__store_away_s: _TypeAlias = _typing.Literal["store_away_s"]  # noqa: Y015
+    _WhichOneofArgType__store_away_s: _TypeAlias = _typing.Literal["_store_away_s", b"_store_away_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seen_s) -> _WhichOneofReturnType__seen_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__store_away_s) -> _WhichOneofReturnType__store_away_s | None: ...
+
+Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class MemberStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    CLAIMED_TOKENS_FIELD_NUMBER: _builtins.int
+    VERIFIER_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    runs: _builtins.int
+    """Of all leases on it."""
+    claimed_tokens: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___Member: ...
+    @_builtins.property
+    def verifier(self) -> Global___VerifierLoad: ...
+    @_builtins.property
+    def drafter(self) -> Global___DrafterLoad: ...
+    def __init__(
+        self,
+        *,
+        member: Global___Member | None = ...,
+        runs: _builtins.int = ...,
+        claimed_tokens: _builtins.int = ...,
+        verifier: Global___VerifierLoad | None = ...,
+        drafter: Global___DrafterLoad | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "load", b"load", "member", b"member", "verifier", b"verifier"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimed_tokens", b"claimed_tokens", "drafter", b"drafter", "load", b"load", "member", b"member", "runs", b"runs", "verifier", b"verifier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_load: _TypeAlias = _typing.Literal["verifier", "drafter"]  # noqa: Y015
+    _WhichOneofArgType_load: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_load) -> _WhichOneofReturnType_load | None: ...
+
+Global___MemberStatus: _TypeAlias = MemberStatus  # noqa: Y015
+
+@_typing.final
+class VerifierLoad(_message.Message):
+    """Of a verifier's newest report; rates are of the interval that it covers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    STEPS_PER_S_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    ACCEPTED_LENGTH_FIELD_NUMBER: _builtins.int
+    DRAFTED_PER_S_FIELD_NUMBER: _builtins.int
+    DRAFT_WAIT_S_FIELD_NUMBER: _builtins.int
+    STEP_RESIDUAL_S_FIELD_NUMBER: _builtins.int
+    running: _builtins.int
+    """Runs in steps, and waiting."""
+    waiting: _builtins.int
+    free_blocks: _builtins.int
+    """Of KV."""
+    blocks: _builtins.int
+    steps_per_s: _builtins.float
+    tokens_per_s: _builtins.float
+    """Committed."""
+    accepted_length: _builtins.float
+    """Tokens that a round committed, mean. 0: no round."""
+    drafted_per_s: _builtins.float
+    """Draft tokens received."""
+    draft_wait_s: _builtins.float
+    """Mean seconds that a round waited for its draft."""
+    step_residual_s: _builtins.float
+    """Measured minus predicted step time, seconds, mean."""
+    def __init__(
+        self,
+        *,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        free_blocks: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        steps_per_s: _builtins.float = ...,
+        tokens_per_s: _builtins.float = ...,
+        accepted_length: _builtins.float = ...,
+        drafted_per_s: _builtins.float = ...,
+        draft_wait_s: _builtins.float = ...,
+        step_residual_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_length", b"accepted_length", "blocks", b"blocks", "draft_wait_s", b"draft_wait_s", "drafted_per_s", b"drafted_per_s", "free_blocks", b"free_blocks", "running", b"running", "step_residual_s", b"step_residual_s", "steps_per_s", b"steps_per_s", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifierLoad: _TypeAlias = VerifierLoad  # noqa: Y015
+
+@_typing.final
+class CalibrationDrift(_message.Message):
+    """How far confidences of one drafter in one mode are from their newest verdicts, both in [0, 1]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    NOISE_FIELD_NUMBER: _builtins.int
+    drafter_id: _builtins.str
+    mode: _drafting_pb2.SamplingMode.ValueType
+    error: _builtins.float
+    """Expected calibration error."""
+    noise: _builtins.float
+    """What a perfect table would show of so few verdicts."""
+    def __init__(
+        self,
+        *,
+        drafter_id: _builtins.str = ...,
+        mode: _drafting_pb2.SamplingMode.ValueType = ...,
+        error: _builtins.float = ...,
+        noise: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "error", b"error", "mode", b"mode", "noise", b"noise"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CalibrationDrift: _TypeAlias = CalibrationDrift  # noqa: Y015

@@ -51,6 +51,11 @@ class SchedulingStub:
                 request_serializer=dspark_dot_v1_dot_scheduling__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=dspark_dot_v1_dot_scheduling__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/dspark.v1.Scheduling/Drain',
+                request_serializer=dspark_dot_v1_dot_scheduling__pb2.DrainRequest.SerializeToString,
+                response_deserializer=dspark_dot_v1_dot_scheduling__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/dspark.v1.Scheduling/Watch',
                 request_serializer=dspark_dot_v1_dot_scheduling__pb2.WatchRequest.SerializeToString,
@@ -70,6 +75,11 @@ class SchedulingStub:
                 '/dspark.v1.Scheduling/Follow',
                 request_serializer=dspark_dot_v1_dot_scheduling__pb2.Report.SerializeToString,
                 response_deserializer=dspark_dot_v1_dot_scheduling__pb2.Plan.FromString,
+                _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/dspark.v1.Scheduling/Status',
+                request_serializer=dspark_dot_v1_dot_scheduling__pb2.StatusRequest.SerializeToString,
+                response_deserializer=dspark_dot_v1_dot_scheduling__pb2.StatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -95,6 +105,14 @@ class SchedulingServicer:
 
     def Leave(self, request, context):
         """Leave for good, without waiting for the time to live. An unknown replica is fine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """An operator or the autoscaler wants a replica to drain: it is told with its next heartbeat, and
+        gets no new leases from now on. NOT_FOUND: nobody of this name is alive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +148,13 @@ class SchedulingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Status(self, request, context):
+        """The cluster as this replica sees it now, for people and scripts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulingServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +172,11 @@ def add_SchedulingServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=dspark_dot_v1_dot_scheduling__pb2.LeaveRequest.FromString,
                     response_serializer=dspark_dot_v1_dot_scheduling__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=dspark_dot_v1_dot_scheduling__pb2.DrainRequest.FromString,
+                    response_serializer=dspark_dot_v1_dot_scheduling__pb2.DrainResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -167,6 +197,11 @@ def add_SchedulingServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=dspark_dot_v1_dot_scheduling__pb2.Report.FromString,
                     response_serializer=dspark_dot_v1_dot_scheduling__pb2.Plan.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=dspark_dot_v1_dot_scheduling__pb2.StatusRequest.FromString,
+                    response_serializer=dspark_dot_v1_dot_scheduling__pb2.StatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -252,6 +287,33 @@ class Scheduling:
             '/dspark.v1.Scheduling/Leave',
             dspark_dot_v1_dot_scheduling__pb2.LeaveRequest.SerializeToString,
             dspark_dot_v1_dot_scheduling__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dspark.v1.Scheduling/Drain',
+            dspark_dot_v1_dot_scheduling__pb2.DrainRequest.SerializeToString,
+            dspark_dot_v1_dot_scheduling__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -360,6 +422,33 @@ class Scheduling:
             '/dspark.v1.Scheduling/Follow',
             dspark_dot_v1_dot_scheduling__pb2.Report.SerializeToString,
             dspark_dot_v1_dot_scheduling__pb2.Plan.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dspark.v1.Scheduling/Status',
+            dspark_dot_v1_dot_scheduling__pb2.StatusRequest.SerializeToString,
+            dspark_dot_v1_dot_scheduling__pb2.StatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class SchedulingStub:
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.LeaveRequest, _scheduling_pb2.LeaveResponse]
     """Leave for good, without waiting for the time to live. An unknown replica is fine."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.DrainRequest, _scheduling_pb2.DrainResponse]
+    """An operator or the autoscaler wants a replica to drain: it is told with its next heartbeat, and
+    gets no new leases from now on. NOT_FOUND: nobody of this name is alive.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_scheduling_pb2.WatchRequest, _scheduling_pb2.WatchResponse]
     """The members of pools now, and all of them again after each change."""
     AcquireLease: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.AcquireLeaseRequest, _scheduling_pb2.AcquireLeaseResponse]
@@ -59,6 +63,8 @@ class SchedulingStub:
     """A verifier's standing stream: reports go up, at most one a plan interval, and its plans come
     down, the newest at once when the stream opens.
     """
+    Status: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.StatusRequest, _scheduling_pb2.StatusResponse]
+    """The cluster as this replica sees it now, for people and scripts."""
 
 @_typing.type_check_only
 class SchedulingAsyncStub(SchedulingStub):
@@ -75,6 +81,10 @@ class SchedulingAsyncStub(SchedulingStub):
     """
     Leave: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.LeaveRequest, _scheduling_pb2.LeaveResponse]  # type: ignore[assignment]
     """Leave for good, without waiting for the time to live. An unknown replica is fine."""
+    Drain: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.DrainRequest, _scheduling_pb2.DrainResponse]  # type: ignore[assignment]
+    """An operator or the autoscaler wants a replica to drain: it is told with its next heartbeat, and
+    gets no new leases from now on. NOT_FOUND: nobody of this name is alive.
+    """
     Watch: _aio.UnaryStreamMultiCallable[_scheduling_pb2.WatchRequest, _scheduling_pb2.WatchResponse]  # type: ignore[assignment]
     """The members of pools now, and all of them again after each change."""
     AcquireLease: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.AcquireLeaseRequest, _scheduling_pb2.AcquireLeaseResponse]  # type: ignore[assignment]
@@ -87,6 +97,8 @@ class SchedulingAsyncStub(SchedulingStub):
     """A verifier's standing stream: reports go up, at most one a plan interval, and its plans come
     down, the newest at once when the stream opens.
     """
+    Status: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.StatusRequest, _scheduling_pb2.StatusResponse]  # type: ignore[assignment]
+    """The cluster as this replica sees it now, for people and scripts."""
 
 class SchedulingServicer(metaclass=_abc_1.ABCMeta):
     """Served by any scheduler replica; the state is in the store, so a client may change replicas
@@ -118,6 +130,16 @@ class SchedulingServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduling_pb2.LeaveResponse, _abc.Awaitable[_scheduling_pb2.LeaveResponse]]:
         """Leave for good, without waiting for the time to live. An unknown replica is fine."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _scheduling_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduling_pb2.DrainResponse, _abc.Awaitable[_scheduling_pb2.DrainResponse]]:
+        """An operator or the autoscaler wants a replica to drain: it is told with its next heartbeat, and
+        gets no new leases from now on. NOT_FOUND: nobody of this name is alive.
+        """
 
     @_abc_1.abstractmethod
     def Watch(
@@ -154,5 +176,13 @@ class SchedulingServicer(metaclass=_abc_1.ABCMeta):
         """A verifier's standing stream: reports go up, at most one a plan interval, and its plans come
         down, the newest at once when the stream opens.
         """
+
+    @_abc_1.abstractmethod
+    def Status(
+        self,
+        request: _scheduling_pb2.StatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduling_pb2.StatusResponse, _abc.Awaitable[_scheduling_pb2.StatusResponse]]:
+        """The cluster as this replica sees it now, for people and scripts."""
 
 def add_SchedulingServicer_to_server(servicer: SchedulingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

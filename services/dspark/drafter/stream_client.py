@@ -1,0 +1,218 @@
+"""One stream of a verifier to a drafter, after the hellos and to its end.
+
+Belongs to the event loop. What was asked is answered once: by the drafter, or as `Lost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dspark.core.drafts import Answer, DraftRequest, Lost
+from dspark.core.errors import DsparkError, InvalidRequest, Unavailable
+from dspark.drafter.hello_client import Connection
+from dspark.drafter.rounds import OpenRounds
+from dspark.drafter.wire_client import (
+    Part,
+    batches,
+    draft_from_wire,
+    need_from_wire,
+    request_to_wire,
+)
+from dspark.v1 import drafting_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# Bytes that wait for a drafter to read before it counts as lost.
+MAX_UNSENT_BYTES = 64 * 2**20
+# Seconds that a closed session waits for the next step's message to tell it.
+CLOSE_S = 0.05
+
+
+@dataclass(slots=True)
+class LinkFigures:
+    """Since the start, plain numbers. Messages and bytes are payloads, without the hellos. lost:
+    rounds answered with Lost. faults: replies that made no sense; unwanted: that nobody waited for
+    any more. connected: streams so far. reply_s: usual seconds from asking to the answer."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    asked: int = 0
+    answered: int = 0
+    lost: int = 0
+    faults: int = 0
+    unwanted: int = 0
+    connected: int = 0
+    reply_s: float = 0.0
+
+
+class DraftingStream:
+    """`await stream.serve()` runs it to its end; meanwhile `ask`. lost: why it is over, or None.
+
+    tell: takes answers; with none, `draining` has changed. vocab_size: of the target.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        vocab_size: int,
+        figures: LinkFigures,
+        tell: Callable[[Sequence[Answer]], None],
+        *,
+        silent_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.lost: DsparkError | None = None
+        self.draining = False
+        self.connection = connection
+        self._vocab_size = vocab_size
+        self._figures = figures
+        self._tell = tell
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._rounds = OpenRounds(silent_s, figures.reply_s)
+        self._closed: list[str] = []
+        self._outbox: asyncio.Queue[tuple[pb.ProposeRequest, int]] = asyncio.Queue()
+        self._unsent = 0
+        self._tick: asyncio.TimerHandle | None = None
+        self._flush: asyncio.TimerHandle | None = None
+        self._over = asyncio.Event()
+
+    async def serve(self) -> DsparkError:
+        """Until the stream ends: why."""
+        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        try:
+            await self._over.wait()
+        finally:
+            self.lose(Unavailable("this link is closed"))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.connection.close()
+        assert self.lost is not None
+        return self.lost
+
+    def ask(self, requests: Sequence[DraftRequest]) -> None:
+        if self.lost is not None:
+            self._tell_lost([Lost(r.session, r.round, str(self.lost)) for r in requests])
+            return
+        now, parts, refused = self._clock(), list[Part](), list[Lost]()
+        for request in requests:
+            try:
+                parts += request_to_wire(request, self.connection.offer)
+            except (InvalidRequest, ValueError, TypeError) as error:
+                self._rounds.drop(request.session)
+                refused.append(Lost(request.session, request.round, f"cannot be asked: {error}"))
+            else:
+                self._rounds.add(request, now)
+        self._figures.asked += len(requests)
+        self._send(parts)
+        self._tell_lost(refused)
+        if self._rounds and self._tick is None:
+            self._tick = self._loop.call_later(self._rounds.tick_s, self._on_tick)
+
+    def forget(self, session: str) -> None:
+        self._rounds.drop(session)
+        self._closed.append(session)
+        if self._flush is None and self.lost is None:
+            self._flush = self._loop.call_later(CLOSE_S, self._send, ())
+
+    def lose(self, why: DsparkError) -> None:
+        """The end: what is asked is lost."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        for timer in (self._tick, self._flush):
+            if timer is not None:
+                timer.cancel()
+        self._tell_lost(self._rounds.lose(str(why)))
+        self._over.set()
+
+    def _send(self, parts: Sequence[Part]) -> None:
+        """One step's worth, and the sessions that were closed since the last."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        closed, self._closed = self._closed, []
+        for message in batches(closed, parts, self.connection.offer.max_message_bytes):
+            size = message.ByteSize()
+            self._unsent += size
+            self._outbox.put_nowait((message, size))
+        if self._unsent > MAX_UNSENT_BYTES:
+            self.lose(Unavailable(f"the drafter has {self._unsent} bytes unread"))
+
+    async def _write(self) -> None:
+        while True:
+            message, size = await self._outbox.get()
+            self._figures.messages_sent += 1
+            self._figures.bytes_sent += size
+            await self.connection.write(message)
+            self._unsent -= size
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                response = await self.connection.read()
+                self._rounds.heard()
+                self._figures.messages_received += 1
+                self._figures.bytes_received += response.ByteSize()
+                self._take(response)
+        except DsparkError as error:
+            why = error if not isinstance(error, InvalidRequest) else Unavailable(str(error))
+        except Exception as error:  # what it sent is no sense at all
+            log.exception("a drafter's message cannot be read")
+            why = Unavailable(f"a message cannot be read: {error!r}")
+        self.lose(why)
+
+    def _take(self, response: pb.ProposeResponse) -> None:
+        """Raises InvalidRequest for what is no message of a drafter."""
+        if response.WhichOneof("message") != "replies":
+            raise InvalidRequest("message", response.WhichOneof("message"), "must be replies")
+        changed = self.draining != response.replies.draining
+        self.draining = response.replies.draining
+        told = [self._answer(reply) for reply in response.replies.replies]
+        answers = [answer for answer in told if answer is not None]
+        if answers or changed:
+            self._tell(answers)
+
+    def _answer(self, reply: pb.DraftReply) -> Answer | None:
+        """What a reply is to who asked; None if nobody waits for it."""
+        now, figures = self._clock(), self._figures
+        if reply.WhichOneof("reply") == "draft":
+            session = reply.draft.session
+            asked = self._rounds.drafted(session, reply.draft.round, now)
+        else:
+            session = reply.need_context.session
+            asked = self._rounds.needed(session, reply.need_context.start, now)
+        if asked is None:
+            figures.unwanted += 1
+            return None
+        figures.answered += 1
+        figures.reply_s = self._rounds.usual_s
+        if reply.WhichOneof("reply") != "draft":
+            return need_from_wire(reply.need_context)
+        try:
+            return draft_from_wire(reply.draft, asked, self._vocab_size)
+        except InvalidRequest as error:
+            figures.faults += 1
+            return Lost(session, asked.round, f"the drafter's reply is none: {error}")
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        if not self._rounds:
+            return
+        if self._rounds.tick():
+            bound = self._rounds.bound_s
+            self.lose(Unavailable(f"the drafter has said nothing for {bound:.2f} s"))
+            return
+        self._tell_lost(self._rounds.late(self._clock()))
+        self._tick = self._loop.call_later(self._rounds.tick_s, self._on_tick)
+
+    def _tell_lost(self, lost: Sequence[Lost]) -> None:
+        self._figures.lost += len(lost)
+        if lost:
+            self._tell(lost)
