@@ -22,6 +22,7 @@ from dspark.scheduler.calibration import (
     FIT,
     HALF_LIFE_S,
     JUDGE,
+    MAX_TABLES,
     WINDOW,
     CalibrationState,
     absorb,
@@ -317,6 +318,24 @@ def test_a_miscalibrated_drafter_is_calibrated_and_then_left_alone() -> None:
     assert refit(more).calibration.version <= 2
 
 
+def test_tables_of_drafters_that_are_gone_make_room_for_new_ones() -> None:
+    """Out goes who was not heard of for longest, and first of all whose verdicts are forgotten."""
+    seen = fed(CalibrationState(), verdicts(1, 20_000), verdicts(2, 20_000)).streams[KEY]
+
+    def drafters(*numbers: int) -> dict[tuple[str, SamplingMode], Array]:
+        return {(f"d{i}", GREEDY): seen for i in numbers}
+
+    state = refit(CalibrationState(streams=drafters(*range(MAX_TABLES))))
+    assert len(state.calibration.tables) == MAX_TABLES, "all have a place"
+    state = dataclasses.replace(
+        state, streams=drafters(*(i for i in range(MAX_TABLES + 3) if i != 30))
+    )
+    for i in range(5):
+        state = absorb(state, [dataclasses.replace(verdicts(3, 10), drafter_id=f"d{i}")], 0.0)
+    ids = {table.drafter_id for table in refit(state).calibration.tables}
+    assert ids == {f"d{i}" for i in range(MAX_TABLES + 3)} - {"d30", "d5", "d6"}
+
+
 def test_too_few_verdicts_change_nothing() -> None:
     one = np.zeros((2, 1, CONFIDENCE_BINS), int)
     one[0, 0, 18] = MIN_VERDICTS - 1
@@ -371,7 +390,7 @@ def test_noise_rarely_replaces_the_truth() -> None:
     moved = 0
     for seed in range(40):
         state = fed(in_use(TRUTH.tolist()), verdicts(2 * seed, 3000), verdicts(2 * seed + 1, 3000))
-        moved += np.count_nonzero(of(refit(state)) != TRUTH)
+        moved += int(np.count_nonzero(of(refit(state)) != TRUTH))
     assert moved <= 0.05 * 40 * GAMMA
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dspark.core.plans import Plan, check_plan
 from dspark.core.reports import DrafterUse, Report, TenantReport
 from dspark.scheduler import StepCost, capacity
+from dspark.scheduler.asking import PROBE_SHARE
 from dspark.scheduler.intake import check_report
 from dspark.scheduler.joint import (
     JointPlan,
@@ -24,7 +25,6 @@ from dspark.scheduler.joint import (
 )
 from dspark.scheduler.joint.demand import SURVIVAL
 from dspark.scheduler.joint.outlook import Cluster, Outlook, VerifierView
-from dspark.scheduler.planner import PROBE_SHARE
 
 from .toy_cluster import (
     CHEAP,
@@ -356,6 +356,21 @@ def test_a_tenant_that_nobody_knows_has_the_default_share() -> None:
     assert planned(now).verifiers["v"].shares == pytest.approx(
         {"a": 0.75, "stranger": 0.25}, abs=0.01
     )
+
+
+def test_budgets_are_of_the_pools_drafters_only() -> None:
+    """By replica id. What a verifier drafts by itself, under whatever name, nobody else wants; nor
+    is a verifier that never had a draft of the pool given a budget there."""
+    mixed = (DrafterUse("d", 1000, 0.0), DrafterUse("ngram", 500, 0.0))
+    sent = {
+        name: VerifierView(CHEAP, GAMMA, report(name, [tenant("t", 20)], drafters=uses))
+        for name, uses in (("v", mixed), ("w", mixed[1:]))
+    }
+    joint = planned(cluster(sent, {"d": 100.0}))
+    assert joint.full == ("d",)
+    assert set(joint.verifiers["v"].draft_budgets) == {"d"}
+    assert joint.verifiers["w"].draft_budgets == {}
+    assert joint.verifiers["w"].directions.capacity
 
 
 @settings(PATIENT, max_examples=20)

@@ -18,10 +18,8 @@ from dspark.scheduler import (
     StepCost,
     capacity,
     plan,
-    probe_interval,
     saving,
     scaled,
-    worth_drafting,
 )
 from dspark.scheduler.planner import throughput
 
@@ -463,32 +461,6 @@ def test_each_draft_pays_its_share_of_the_longer_step() -> None:
     survival = [np.array([0.9, 0.8, 0.7]), np.array([0.1]), np.array([])]
     saved = saving(survival, np.array([2, 1, 0]), theta0=10.0, extra_s=0.03)
     assert saved == pytest.approx([0.17 - 0.02, 0.01 - 0.01, 0.0])
-
-
-def test_drafting_goes_on_while_it_pays_more_than_it_costs() -> None:
-    assert worth_drafting(None, 0.01, 0.1, 0)
-    assert worth_drafting(0.011, 0.01, 0.1, 0)
-    assert not worth_drafting(0.01, 0.01, 0.1, 0)
-    assert not worth_drafting(-1.0, 0.01, 0.1, 9)
-    assert worth_drafting(-1.0, 0.01, 0.1, 10)
-
-
-@given(st.floats(0, 0.2), st.floats(1e-3, 0.2), st.integers(1, 64))
-def test_probes_cost_at_most_a_hundredth_of_the_steps(
-    draft_s: float, step_s: float, requests: int
-) -> None:
-    rounds = 50 * probe_interval(draft_s, step_s, requests)
-    since, probes = 0, 0
-    for _ in range(min(rounds, 5000)):
-        since += 1
-        if worth_drafting(-1.0, draft_s, step_s, since, requests):
-            since, probes = 0, probes + 1
-    assert probes * requests * draft_s <= 0.01 * min(rounds, 5000) * step_s * (1 + 1e-9)
-    assert probes >= min(rounds, 5000) // probe_interval(draft_s, step_s, requests)
-
-
-def test_a_hidden_draft_is_probed_every_round() -> None:
-    assert probe_interval(0.0, 0.1) == 1
 
 
 # --- policies ------------------------------------------------------------------------------------

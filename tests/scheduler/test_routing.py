@@ -444,10 +444,27 @@ def test_a_wish_is_a_drafters_id_or_kind() -> None:
     assert drafter_for(pool, "b") == "b"
     assert drafter_for(pool, "ngram") == "n"
     assert {drafter_for(pool, "dspark", seed) for seed in range(20)} == {"a", "b"}
-    assert {drafter_for(pool, None, seed) for seed in range(30)} == {"a", "b", "n"}
+    assert {drafter_for(pool, None, seed) for seed in range(30)} == {"a", "b"}
+    assert drafter_for(pool[2:]) == "n"
     assert drafter_for(pool, "none") is None
     assert drafter_for(pool, "eagle3") is None
     assert drafter_for([]) is None
+
+
+def test_the_newest_version_is_named_while_it_is_not_crowded() -> None:
+    """Of v1 one replica has started again since: that does not make it newer than v2."""
+
+    def replica(name: str, version: str, epoch: int, used: float = 0.0) -> DrafterState:
+        own = drafter(name, drafter_id=version, load=DrafterLoad(0, 0, used, 1000.0))
+        return replace(own, replica=replace(own.replica, epoch=epoch))
+
+    old = [replica("a", "v1", 3), replica("b", "v1", 9)]
+    new = [replica("c", "v2", 5), replica("d", "v2", 6)]
+    assert {drafter_for([*old, *new], seed=seed) for seed in range(20)} == {"c", "d"}
+    crowded = [replica("c", "v2", 5, used=950.0), replica("d", "v2", 6, used=950.0)]
+    assert {drafter_for([*old, *crowded], seed=seed) for seed in range(20)} == {"a", "b"}
+    assert {drafter_for(crowded, seed=seed) for seed in range(20)} == {"c", "d"}
+    assert {drafter_for([*old, *new], "v1", seed) for seed in range(20)} == {"a", "b"}
 
 
 def test_a_draining_drafter_is_not_named() -> None:

@@ -17,18 +17,20 @@ class Mode(Enum):
 
 
 class Door:
-    """`async with Door("host:port" or "unix:///path") as door`; clients call `door.address`."""
+    """`async with Door("host:port" or "unix:///path") as door`; clients call `door.address`. host,
+    port: of its own."""
 
-    def __init__(self, to: str) -> None:
+    def __init__(self, to: str, host: str = "127.0.0.1", port: int = 0) -> None:
         self.to = to
+        self._where = host, port
         self._mode = Mode.OPEN
         self._silenced: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Door:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._accept, *self._where)
+        self.address = f"{self._where[0]}:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from dspark.core.leases import LeaseRequest
 from dspark.scheduler.store import Store
 from dspark.scheduling.client import SchedulingClient
@@ -13,9 +15,14 @@ from .cluster import PATIENT_S, RULE, an_engine, enrolled, gateway, scheduling, 
 async def test_a_verifier_registers_reports_and_follows_plans(store: Store) -> None:
     engine = an_engine()
     async with scheduling(store) as served, enrolled(engine, served.address) as verifier:
-        ids = await verifier.say(request("a", [1, 2], greedy(400)))
-        assert ids == target_only(RULE, [1, 2], 400)
-        await until(lambda: engine.planner.guided_plans > 0)
+        number = itertools.count()
+
+        async def guided() -> bool:
+            ids = await verifier.say(request(f"r{next(number)}", [1, 2], greedy(400)))
+            assert ids == target_only(RULE, [1, 2], 400)
+            return engine.planner.guided_plans > 0
+
+        await until(guided)
 
 
 async def test_a_request_is_leased_a_verifier_and_gives_it_back(store: Store) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dspark.core.drafts import DrafterCard
-from dspark.core.errors import Unavailable
+from dspark.core.errors import NotFound, Unavailable
 from dspark.core.leases import LeaseRequest
 from dspark.core.plans import Plan
 from dspark.core.replicas import Member, Pool, Replica
@@ -83,7 +83,9 @@ async def test_an_operators_wish_to_drain_is_heard_once(memory: Store) -> None:
         Membership(client, a_gateway(), on_drain=lambda: heard.append(True)) as member,
     ):
         await until(lambda: member.epoch > 0)
-        await memory.want_drain("g", True)
+        with pytest.raises(NotFound, match="nobody"):
+            await client.drain("nobody")
+        await client.drain("g")
         await until(lambda: member.draining)
 
         async def said() -> bool:

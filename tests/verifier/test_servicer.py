@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -19,12 +20,15 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from dspark.client.wire_client import ERROR_METADATA
 from dspark.core.errors import ConfigError
 from dspark.core.replicas import Replica
+from dspark.core.requests import Request, Speculation
 from dspark.gateway import verifier_client
+from dspark.gateway.wire_verifier_client import run_to_wire
 from dspark.serving.grpc_server import MIN_PING_INTERVAL_MS
 from dspark.v1 import generation_pb2 as nouns
 from dspark.v1 import verification_pb2 as pb
 from dspark.v1 import verification_pb2_grpc as pb_grpc
 from dspark.verifier.servicer import MAX_MESSAGE_BYTES
+from dspark.verifier.wire_servicer import request_from_wire
 
 from .served import FOR_EVER, PROMPT, ROOM, RULE, Served, V, answer, engine, right, served
 from .toy import (
@@ -235,6 +239,19 @@ async def test_a_deadline_counts_from_the_receipt() -> None:
         end = await stream.end("a")
         assert end.error.code == nouns.ERROR_CODE_DEADLINE_EXCEEDED
         assert end.usage.completion_tokens == len(stream.ids["a", 0, 0])
+
+
+def test_a_run_means_the_same_on_both_sides() -> None:
+    sent = Request(
+        "r", (1, 2), greedy(5), choice=1, attempt=2, committed_ids=(3,), deadline=7.0, lease="l",
+        epoch=4, drafter="d1", tenant="t", priority=-1, floor_tps=2.5,
+        speculation=Speculation("dspark", 3, "fixed:2"), traceparent="00-x",
+    )  # fmt: skip
+    run = run_to_wire(sent, now=5.0)
+    assert run.drafter == pb.Replica(replica_id="d1")
+    assert request_from_wire(run, now=5.0) == sent
+    unnamed = run_to_wire(replace(sent, drafter=""), now=5.0)
+    assert not unnamed.HasField("drafter")
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -1,28 +1,28 @@
 """What the scheduler offers: verify lengths, what a step costs, whether to draft at all."""
 
+from dspark.scheduler.asking import DraftCost, askers, probe_rounds
 from dspark.scheduler.planner import (
     Policy,
     PolicyKind,
     capacity,
     plan,
-    probe_interval,
     saving,
     scaled,
-    worth_drafting,
 )
 from dspark.scheduler.step_cost import OnlineStepCost, StepCost, cost_key, hardware
 
 __all__ = [
+    "DraftCost",
     "OnlineStepCost",
     "Policy",
     "PolicyKind",
     "StepCost",
+    "askers",
     "capacity",
     "cost_key",
     "hardware",
     "plan",
-    "probe_interval",
+    "probe_rounds",
     "saving",
     "scaled",
-    "worth_drafting",
 ]

@@ -41,6 +41,9 @@ MIN_SIGMAS = 2.0
 MIN_GAIN = 1e-4
 # Streams with fewer verdicts than this left are dropped.
 FORGOTTEN = 0.5
+# Tables of a calibration, which travels with every plan: 20 checkpoints in all modes. Those whose
+# drafters were not heard of for longest go first.
+MAX_TABLES = 64
 
 # Where a stream's counts are: [3, 2, γ, bins], each of them reached and accepted.
 FIT, JUDGE, WINDOW = range(3)
@@ -49,7 +52,7 @@ FIT, JUDGE, WINDOW = range(3)
 @dataclass(frozen=True, slots=True)
 class CalibrationState:
     """calibration: in use. reports: taken in so far. streams: by drafter and mode, counts float64
-    [3, 2, γ, bins], read-only, forgotten exponentially."""
+    [3, 2, γ, bins], read-only, forgotten exponentially; the newest heard of come last."""
 
     calibration: Calibration = field(default_factory=lambda: Calibration(0))
     reports: int = 0
@@ -160,7 +163,7 @@ def absorb(
     slow, fast = (0.5 ** (elapsed_s / life) for life in (HALF_LIFE_S, WINDOW_HALF_LIFE_S))
     keep = np.array([slow, slow, fast])[:, None, None, None]
     streams: dict[Key, FloatArray] = {}
-    for key in [*state.streams, *(key for key in new if key not in state.streams)]:
+    for key in [*(key for key in state.streams if key not in new), *new]:
         old = state.streams.get(key)
         counts_now = np.zeros((3, 2, 1, CONFIDENCE_BINS)) if old is None else old * keep
         if key in new:
@@ -185,7 +188,8 @@ def refit(state: CalibrationState) -> CalibrationState:
 
     A position is fitted and judged on its own, on at least MIN_VERDICTS reached tokens in each
     half, and keeps the temperature in use unless the judging half prefers the new one by MIN_SIGMAS
-    standard errors and MIN_GAIN.
+    standard errors and MIN_GAIN. Of more tables than MAX_TABLES those go that were not heard of for
+    longest.
     """
     tables = {(table.drafter_id, table.mode): table for table in state.calibration.tables}
     changed = False
@@ -204,6 +208,10 @@ def refit(state: CalibrationState) -> CalibrationState:
         tables[drafter_id, mode] = CalibrationTable(drafter_id, mode, (*chosen, *beyond))
     if not changed:
         return state
+    heard = [*(key for key in tables if key not in state.streams), *state.streams]
+    excess = len(tables) - MAX_TABLES
+    for key in [key for key in heard if key in tables][: max(excess, 0)]:
+        del tables[key]
     calibration = Calibration(state.calibration.version + 1, tuple(tables.values()))
     return replace(state, calibration=calibration)
 

@@ -23,6 +23,8 @@ MOST_BUSY = 0.99
 # Rounds of a verifier's own report that weigh as much as what all report together. One interval is
 # a step or two, and its luck must not draw every request there; who was idle has nothing to tell.
 USUAL_ROUNDS = 100.0
+# The kind of drafter that knows no model: prompt lookup.
+LOOKUP = "ngram"
 # Draft tokens a second of a drafter that has not measured itself.
 UNKNOWN_CAPACITY = 1000.0
 
@@ -94,12 +96,19 @@ class DrafterState:
     draining: bool = False
 
     @property
+    def busy(self) -> float:
+        """ρ, at most MOST_BUSY."""
+        return min(self.load.tokens_per_s / self._capacity, MOST_BUSY)
+
+    @property
     def wait(self) -> float:
         """How long a request waits, in no unit: grows with its queue, and as 1 / (1 − ρ) with how
         busy it is, falls with how fast it is."""
-        capacity = self.load.capacity_tokens_per_s or UNKNOWN_CAPACITY
-        busy = min(self.load.tokens_per_s / capacity, MOST_BUSY)
-        return (1 + self.load.queue) / (capacity * (1 - busy))
+        return (1 + self.load.queue) / (self._capacity * (1 - self.busy))
+
+    @property
+    def _capacity(self) -> float:
+        return self.load.capacity_tokens_per_s or UNKNOWN_CAPACITY
 
     def serves(self, card: VerifierCard) -> bool:
         """Whether it was made for a verifier's target. What its card leaves empty fits all (a
@@ -129,6 +138,8 @@ class Fleet:
         self.index = {v.replica.replica_id: i for i, v in enumerate(self.verifiers)}
         self._wishes = {None} | {w for d in drafters for w in (d.card.drafter_id, d.card.kind)}
         self._fitting: dict[tuple[object, ...], tuple[DrafterState, ...]] = {}
+        self._longest: dict[tuple[object, ...], int] = {}
+        self._versions: dict[tuple[object, ...], tuple[tuple[DrafterState, ...], ...]] = {}
         self.models = {v.card.model for v in self.verifiers}
         self.hashes = np.fromiter((_hash(v.replica.replica_id) for v in self.verifiers), np.uint64)
         self._model = np.array([v.card.model for v in self.verifiers], object)
@@ -160,7 +171,7 @@ class Fleet:
         is wished."""
         if wish not in self._wishes:
             return ()
-        key = card.target_id, card.tokenizer_hash, card.limits.vocab_size, wish
+        key = (*_target(card), wish)
         if key not in self._fitting:
             self._fitting[key] = tuple(
                 drafter
@@ -170,6 +181,36 @@ class Fleet:
                 and drafter.serves(card)
             )
         return self._fitting[key]
+
+    def versions(
+        self, card: VerifierCard, wish: str | None
+    ) -> tuple[tuple[DrafterState, ...], ...]:
+        """The same by version, the newest first and prompt lookup last. A version is as old as the
+        oldest of its replicas that is here, so one of an older version that starts again does not
+        make it the newest."""
+        if wish not in self._wishes:
+            return ()
+        key = (*_target(card), wish)
+        if key not in self._versions:
+            fit = self.fitting(card, wish)
+            since: dict[str, int] = {}
+            for drafter in fit:
+                first = since.get(drafter.card.drafter_id, drafter.replica.epoch)
+                since[drafter.card.drafter_id] = min(first, drafter.replica.epoch)
+            by_age: dict[tuple[bool, int], list[DrafterState]] = {}
+            for drafter in fit:
+                age = drafter.card.kind != LOOKUP, since[drafter.card.drafter_id]
+                by_age.setdefault(age, []).append(drafter)
+            self._versions[key] = tuple(tuple(by_age[a]) for a in sorted(by_age, reverse=True))
+        return self._versions[key]
+
+    def longest_block(self, card: VerifierCard) -> int:
+        """γ of a verifier's drafters, the longest; 0 without any."""
+        key = _target(card)
+        if key not in self._longest:
+            fit = self.fitting(card, None)
+            self._longest[key] = max((drafter.card.gamma for drafter in fit), default=0)
+        return self._longest[key]
 
     def claim(self, replica_id: str, tokens: int, runs: int) -> None:
         """A lease was given on a verifier (or given back, below 0); an unknown one is fine."""
@@ -210,6 +251,11 @@ def paces(reports: Sequence[Report | None]) -> list[Pace]:
         Pace(tau, drafts, was.context if n else context, was.prefill)
         for (tau, drafts, context), was, n in zip(mixed.tolist(), own, rounds.tolist(), strict=True)
     ]
+
+
+def _target(card: VerifierCard) -> tuple[object, ...]:
+    """What a drafter must have been made for."""
+    return card.target_id, card.tokenizer_hash, card.limits.vocab_size
 
 
 def _hash(replica_id: str) -> int:

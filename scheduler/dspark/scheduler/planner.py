@@ -9,7 +9,6 @@ greedy and coupled requests, where truncation is free, and for survivals whose d
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +24,6 @@ from dspark.scheduler.step_cost import StepCost
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.intp]
-
-# The share of step time that probing requests whose drafts do not pay may cost (design.md §8).
-PROBE_SHARE = 0.01
 
 
 class PolicyKind(StrEnum):
@@ -227,29 +223,3 @@ def saving(
     a, request = flatten(survival, lengths)
     tokens = np.bincount(request, weights=a, minlength=len(lengths))
     return tokens / theta0 - lengths * (extra_s / max(int(lengths.sum()), 1))
-
-
-def worth_drafting(
-    expected_saving_s: float | None,
-    draft_s: float,
-    step_s: float,
-    rounds_since_probe: int,
-    requests: int = 1,
-) -> bool:
-    """Whether to draft for a request at all: by its running mean of `saving`, or to probe again.
-
-    expected_saving_s: mean a round over past rounds, None before the first. draft_s: seconds of a
-    round that its draft takes and nothing hides. rounds_since_probe: this one included. A bypassed
-    request says nothing new about itself, so every `probe_interval` rounds it is drafted for
-    anyway. Uses the past only.
-    """
-    if expected_saving_s is None or expected_saving_s > draft_s:
-        return True
-    return rounds_since_probe >= probe_interval(draft_s, step_s, requests)
-
-
-def probe_interval(draft_s: float, step_s: float, requests: int = 1) -> int:
-    """Rounds between two probes such that `requests` bypassed requests, each wasting draft_s a
-    probe, cost at most PROBE_SHARE of the time of the steps (step_s > 0 each). What a probe's
-    tokens cost in the step is the planner's to refuse, as for any draft."""
-    return max(1, math.ceil(requests * draft_s / (PROBE_SHARE * step_s)))

@@ -47,6 +47,8 @@ AFFINITY_LOAD = 1.25
 # A prefix saves some prefill; half the speed for the whole answer costs more.
 AFFINITY_GAIN = 0.5
 NO_DRAFTER = "none"
+# A drafter this busy is given new sessions only if no other version has room: waits grow from here.
+CROWDED = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,16 @@ def choose_drafter(
     fleet: Fleet, card: VerifierCard, wish: str | None, rng: random.Random
 ) -> Replica | None:
     """The less loaded of two drawn from the drafters that fit a verifier and the wish, a drafter's
-    id or kind. None where none fits (the verifier may have it itself) or none is wished."""
-    fit = () if wish == NO_DRAFTER else fleet.fitting(card, wish)
-    if len(fit) > 1:
-        fit = tuple(rng.sample(fit, 2))
-    return min(fit, key=_wait).replica if fit else None
+    id or kind: of the newest version, or of one before it while that is crowded. None where none
+    fits (the verifier may have it itself) or none is wished."""
+    versions = () if wish == NO_DRAFTER else fleet.versions(card, wish)
+    newest = None
+    for fit in versions:
+        drawn = min(rng.sample(fit, 2), key=_wait) if len(fit) > 1 else fit[0]
+        if drawn.busy < CROWDED:
+            return drawn.replica
+        newest = newest or drawn.replica
+    return newest
 
 
 def _wait(drafter: DrafterState) -> float:

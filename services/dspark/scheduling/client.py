@@ -18,6 +18,7 @@ from dspark.core.leases import Lease, LeaseRequest
 from dspark.core.plans import Plan
 from dspark.core.replicas import DrafterLoad, Member, Pool
 from dspark.core.reports import Report
+from dspark.core.status import ClusterStatus
 from dspark.scheduler import StepCost
 from dspark.scheduler.central import Registration
 from dspark.scheduling.wire_client import (
@@ -31,6 +32,8 @@ from dspark.scheduling.wire_client import (
     register_to_wire,
     report_to_wire,
 )
+from dspark.scheduling.wire_status_client import status_from_wire
+from dspark.serving import named, plain_words
 from dspark.v1 import scheduling_pb2 as pb
 from dspark.v1 import scheduling_pb2_grpc as pb_grpc
 
@@ -54,7 +57,8 @@ class SchedulingClient:
     """`async with SchedulingClient(["host:port", …]) as scheduler: ...`
 
     addresses: of replicas, all alike: one of them by chance, and from a call that it cannot answer
-    on the next one. call_s: seconds for an answer. Every method may raise Unavailable, which its
+    on the next one. server_name: that their certificates carry in place of their hosts. call_s:
+    seconds for an answer. Every method may raise Unavailable, which its
     caller lives with.
     """
 
@@ -63,12 +67,14 @@ class SchedulingClient:
         addresses: Sequence[str],
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        server_name: str = "",
         call_s: float = CALL_S,
     ) -> None:
         if not addresses:
             raise ValueError("a scheduler needs at least one address")
         self._addresses = tuple(addresses)
         self._credentials = credentials
+        self._options = (*OPTIONS, *named(server_name))
         self._call_s = call_s
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[pb_grpc.SchedulingAsyncStub] = []
@@ -77,9 +83,9 @@ class SchedulingClient:
     async def __aenter__(self) -> SchedulingClient:
         for address in self._addresses:
             channel = (
-                grpc.aio.insecure_channel(address, OPTIONS)
+                grpc.aio.insecure_channel(address, self._options)
                 if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, OPTIONS)
+                else grpc.aio.secure_channel(address, self._credentials, self._options)
             )
             self._channels.append(channel)
             self._stubs.append(pb_grpc.SchedulingStub(channel))
@@ -125,13 +131,29 @@ class SchedulingClient:
     async def leave(self, replica_id: str, epoch: int) -> None:
         await self._call("Leave", pb.LeaveRequest(replica_id=replica_id, epoch=epoch))
 
-    async def acquire(self, request: LeaseRequest, timeout_s: float = LEASE_S) -> Lease:
-        """Raises Overloaded, DeadlineExceeded, NotFound, InvalidRequest."""
-        told = await self._call("AcquireLease", lease_request_to_wire(request), timeout_s)
+    async def drain(self, replica_id: str) -> None:
+        """Want a replica to drain. Raises NotFound: nobody of this name is alive."""
+        await self._call("Drain", pb.DrainRequest(replica_id=replica_id))
+
+    async def acquire(
+        self, request: LeaseRequest, timeout_s: float = LEASE_S, traceparent: str = ""
+    ) -> Lease:
+        """Raises Overloaded, DeadlineExceeded, NotFound, InvalidRequest. traceparent: W3C trace
+        context that the scheduler's span continues."""
+        told = await self._call(
+            "AcquireLease",
+            lease_request_to_wire(request),
+            timeout_s,
+            (("traceparent", traceparent),) if traceparent else None,
+        )
         return lease_from_wire(told.lease)
 
     async def release(self, lease_ids: Collection[str]) -> None:
         await self._call("ReleaseLeases", pb.ReleaseLeasesRequest(lease_ids=lease_ids))
+
+    async def status(self, timeout_s: float | None = None) -> ClusterStatus:
+        """The cluster as one scheduler replica sees it. Raises Unavailable."""
+        return status_from_wire(await self._call("Status", pb.StatusRequest(), timeout_s))
 
     async def watch(self, pools: Collection[Pool] = ()) -> AsyncGenerator[tuple[Member, ...], None]:
         """Members now, and after each change."""
@@ -172,9 +194,17 @@ class SchedulingClient:
     def _stub(self) -> pb_grpc.SchedulingAsyncStub:
         return self._stubs[self._at]
 
-    async def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float | None = None,
+        metadata: tuple[tuple[str, str], ...] | None = None,
+    ) -> Any:
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s or self._call_s)
+            return await getattr(self._stub, method)(
+                request, timeout=timeout_s or self._call_s, metadata=metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._told(error) from error
 
@@ -182,7 +212,8 @@ class SchedulingClient:
         """What an error says; after one of the replica's own the next call goes to the next."""
         told = error_from_rpc(error)
         if not _said_by_server(error) and not isinstance(told, InvalidRequest):
-            told = Unavailable(f"{error.code().name}: {error.details()}")  # gRPC's own word
+            why = plain_words(error.details() or "", secured=self._credentials is not None)
+            told = Unavailable(f"{error.code().name}: {why}")  # gRPC's own word
         if isinstance(told, Unavailable):
             self.turn_away()
         return told

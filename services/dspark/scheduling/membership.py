@@ -37,6 +37,7 @@ class Membership:
     life lasts, and is cancelled with it. leases: a gateway's. load: a drafter's. on_drain: called
     once when an operator wants this replica to drain. on_fenced: called when a newer life of this
     replica has registered; then this one is over. epoch: of this life, 0 before the first.
+    refusal: why it is not let in, "" if nobody says so.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Membership:
     ) -> None:
         self.epoch = 0
         self.draining = False
+        self.refusal = ""
         self.outage = Outage("the scheduler", log)
         self._scheduler = scheduler
         self._member = member
@@ -89,16 +91,25 @@ class Membership:
             except DsparkError as gone:
                 log.debug("could not leave, the time to live will: %s", gone)
 
+    async def drain(self) -> None:
+        """Say that nothing new is taken any more, now and with every heartbeat."""
+        self.draining = True
+        if self.epoch:
+            try:
+                await self._beat()
+            except DsparkError as gone:  # its own heartbeat sees to that
+                log.debug("could not say that it drains: %s", gone)
+
     async def _live(self) -> None:
         """One life after another, until one is fenced."""
-        wait_s, refusal = FIRST_RETRY_S, ""
+        wait_s = FIRST_RETRY_S
         while True:
             try:
                 told = await self._scheduler.register(self._member, self._step_cost)
                 self.epoch = told.epoch
                 self.outage.back(self._clock())
                 log.info("%s is registered, epoch %d", self.replica_id, told.epoch)
-                wait_s, refusal = FIRST_RETRY_S, ""
+                wait_s, self.refusal = FIRST_RETRY_S, ""
                 await self._one_life(told)
             except Fenced as error:
                 log.error("%s: %s", self.replica_id, error)
@@ -109,9 +120,9 @@ class Membership:
             except Unavailable as error:
                 self.outage.away(self._clock(), error)
             except DsparkError as error:
-                if str(error) != refusal:
+                if str(error) != self.refusal:
                     log.error("%s is not let in: %s", self.replica_id, error)
-                refusal = str(error)
+                self.refusal = str(error)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, LAST_RETRY_S)
 

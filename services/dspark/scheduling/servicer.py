@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -14,6 +14,7 @@ from dspark.core.drafts import PROTOCOL_VERSION
 from dspark.core.errors import ConfigError, InvalidRequest, Unavailable
 from dspark.core.plans import Calibration, Plan
 from dspark.core.reports import Report
+from dspark.core.traces import sampled
 from dspark.scheduler.central import Scheduler
 from dspark.scheduling.wire_client import (
     calibration_from_wire,
@@ -31,7 +32,10 @@ from dspark.scheduling.wire_client import (
     report_to_wire,
     step_cost_from_wire,
 )
+from dspark.scheduling.wire_status_client import status_to_wire
 from dspark.serving import Calls, Context
+from dspark.serving.calls import traceparent_of
+from dspark.telemetry.tracing import Kind, Part, Tracer, part
 from dspark.v1 import scheduling_pb2 as pb
 from dspark.v1 import scheduling_pb2_grpc as pb_grpc
 
@@ -73,13 +77,14 @@ class WireCodec:
 
 
 class SchedulingServicer(pb_grpc.SchedulingServicer):
-    """A mapping onto a scheduler replica."""
+    """A mapping onto a scheduler replica. tracer: for leases of requests that are traced."""
 
     name = SERVICE
     options = OPTIONS
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, tracer: Tracer | None = None) -> None:
         self._scheduler = scheduler
+        self._tracer = tracer
         self._calls = Calls("this scheduler")
         self._stopping = asyncio.Event()
 
@@ -132,13 +137,26 @@ class SchedulingServicer(pb_grpc.SchedulingServicer):
             await self._scheduler.leave(request.replica_id, request.epoch)
             return pb.LeaveResponse()
 
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        async with self._call(context):
+            await self._scheduler.drain(request.replica_id)
+            return pb.DrainResponse()
+
     async def AcquireLease(
         self, request: pb.AcquireLeaseRequest, context: Context
     ) -> pb.AcquireLeaseResponse:
         async with self._call(context):
             self._check_open()
-            lease = await self._scheduler.acquire(lease_request_from_wire(request))
+            with self._span(context) as span:
+                lease = await self._scheduler.acquire(lease_request_from_wire(request))
+                span.attributes["dspark.verifier"] = lease.verifier.replica_id
+                if lease.drafter is not None:
+                    span.attributes["dspark.drafter"] = lease.drafter.replica_id
             return pb.AcquireLeaseResponse(lease=lease_to_wire(lease))
+
+    def _span(self, context: Context) -> AbstractContextManager[Part]:
+        above = sampled(traceparent_of(context)) if self._tracer is not None else None
+        return part(self._tracer, above, "dspark.scheduler.lease", "scheduler", Kind.SERVER)
 
     async def ReleaseLeases(
         self, request: pb.ReleaseLeasesRequest, context: Context
@@ -146,6 +164,10 @@ class SchedulingServicer(pb_grpc.SchedulingServicer):
         async with self._call(context):
             await self._scheduler.release(tuple(request.lease_ids))
             return pb.ReleaseLeasesResponse()
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        async with self._call(context):
+            return status_to_wire(self._scheduler.status())
 
     # Coroutines that write, where the types want generators: one that is left at a `yield` when its
     # caller is lost is closed only when it is collected.

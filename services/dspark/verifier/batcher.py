@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from dspark.core.config import EngineConfig
@@ -37,19 +37,36 @@ def rank(sequence: Sequence) -> tuple[int, int]:
     return -sequence.state.request.priority, sequence.state.arrival
 
 
+def _beyond(most: int | None, in_turn: list[Sequence]) -> set[Sequence]:
+    """Those whose draft from elsewhere has to wait for the next step: the last ones to come."""
+    if most is None:
+        return set()
+    ready = [s for s in in_turn if s.draft is not None and s.draft.linked]
+    return set(sorted(ready, key=_number)[most:])
+
+
+def _number(sequence: Sequence) -> int:
+    assert sequence.draft is not None
+    return sequence.draft.number
+
+
 class Batcher:
     """Waiting and running sequences. Running ones keep their blocks between steps.
 
     Those that wait come in by tenants' shares, counted in tokens. A paused one is in no step and
     takes no room in one, so readers that stand still keep nobody out: it does not count to
-    `max_sequences`, and its blocks are the first to be taken.
+    `max_sequences`, and its blocks are the first to be taken. forget_draft: called for one that
+    loses its blocks.
     """
 
-    def __init__(self, cache: KVCache, config: EngineConfig) -> None:
+    def __init__(
+        self, cache: KVCache, config: EngineConfig, forget_draft: Callable[[Sequence], None]
+    ) -> None:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._cache = cache
         self._config = config
+        self._forget_draft = forget_draft
         self._queue: FairQueue[Sequence] = FairQueue()
         self._paused: dict[Sequence, None] = {}
 
@@ -99,16 +116,21 @@ class Batcher:
         """Of the tokens admitted while more wait than can run; a tenant left out has share 1."""
         self._queue.set_shares(shares)
 
-    def compose(self) -> list[Item]:
-        """The next step: every decoding sequence, then prefill chunks, then draft room."""
+    def compose(self, most_linked: int | None = None) -> list[Item]:
+        """The next step: every decoding sequence that does not wait for its draft, then prefill
+        chunks, then draft room. most_linked: of those whose draft came from elsewhere, None for all
+        of them; the longest ready go first."""
         self._admit()
         budget = self._config.max_step_tokens
         # More than a step holds may run once paused ones have gone on: the last ones sit out.
         in_turn = sorted(self._going(), key=rank)[: self._config.max_sequences]
+        left_out = _beyond(most_linked, in_turn)
         items = []
         for sequence in in_turn:
             preempted = not sequence.blocks  # by an earlier one's growth
-            if not preempted and sequence.state.uncomputed == 1 and self._grow(sequence):
+            if preempted or sequence.asked is not None or sequence in left_out:
+                continue
+            if sequence.state.uncomputed == 1 and self._grow(sequence):
                 items.append(Item(sequence, 1, decoding=True, reaches_end=True))
                 budget -= 1
         budget = min(budget, self._config.prefill_chunk)
@@ -191,7 +213,7 @@ class Batcher:
         self.preemptions += 1
         self.running.remove(sequence)
         self._cache.release(sequence)
-        sequence.draft = None
+        self._forget_draft(sequence)
         if sequence.paused:
             self._paused[sequence] = None
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +62,11 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that `take` can still hand out."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody owns and that hold a prefix which may come again."""
+        return len(self._idle)
 
     @property
     def owned(self) -> int:
@@ -123,6 +128,12 @@ class BlockPool:
 
     def _serves(self, block: int, feature_id: str) -> bool:
         return not feature_id or self._entries[block].feature_id == feature_id
+
+    def forget_features(self, feature_id: str) -> None:
+        """No block holds features of this version any more; their tokens stay cached."""
+        for block, entry in self._entries.items():
+            if entry.feature_id == feature_id:
+                self._entries[block] = replace(entry, feature_id="")
 
     def register(
         self, block: int, parent: bytes, tokens: Sequence[int], feature_id: str

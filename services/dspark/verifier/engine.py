@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from dspark.core.config import EngineConfig
-from dspark.core.drafts import Drafter
+from dspark.core.drafts import Drafter, DrafterLink
 from dspark.core.errors import (
     Cancelled,
     DeadlineExceeded,
     DsparkError,
     InvalidRequest,
+    ModelError,
     Overloaded,
 )
+from dspark.core.plans import CalibrationTable
 from dspark.core.requests import (
     Committed,
     Event,
@@ -28,19 +31,24 @@ from dspark.core.requests import (
     check_request,
 )
 from dspark.core.sequence import SequenceState
+from dspark.core.traces import Round, RunTrace
 from dspark.core.verdicts import Verdict
 from dspark.models.targets.backend import Backend, StepOutput
+from dspark.models.targets.features import FeatureProjection
 from dspark.models.verification import TokenCounts, argmax_rows
 from dspark.scheduler import OnlineStepCost, Policy
 from dspark.verifier.batcher import Batcher, Item
-from dspark.verifier.drafting import DraftDesk
+from dspark.verifier.desk import DraftDesk
+from dspark.verifier.drafters import Drafters
 from dspark.verifier.figures import Figures, Stopwatch
 from dspark.verifier.flatten import flatten
 from dspark.verifier.guidance import Guidance
 from dspark.verifier.judging import Outcome, judge_step
 from dspark.verifier.kv_cache import KVCache
+from dspark.verifier.pacing import Pacing
 from dspark.verifier.planning import StepPlan, StepPlanner
 from dspark.verifier.sequence import Sequence
+from dspark.verifier.sources import Bell
 from dspark.verifier.tally import Crowd, FinishedDraft, Tally
 
 Key = tuple[str, int]
@@ -50,7 +58,9 @@ EngineEvent = tuple[Key, Event]
 class Engine:
     """Runs requests on one target. Not thread-safe: one caller submits, cancels and steps.
 
-    drafters: by name; the first is the default. clock: seconds; deadlines are points on it.
+    drafters: of this process, by name; the first is the default. Links to others are adopted while
+    it runs. clock: seconds; deadlines are points on it. patience: seconds for which nothing is to
+    be stepped because waiting for drafts pays, unless a link's bell rings; 0: step again.
     """
 
     def __init__(
@@ -72,16 +82,25 @@ class Engine:
             config.kv_blocks * backend.block_size,
         )
         self.cache = KVCache(backend, config.kv_blocks)
-        self.drafters = dict(drafters or {})
         self.guidance = Guidance(clock)
+        faults, answers = Counter[str](), Counter[str]()
+        self.drafters = Drafters(drafters or {}, faults, answers)
         self.desk = DraftDesk(
-            self.drafters, self.cache.features, backend.vocab_size, guidance=self.guidance
+            self.drafters,
+            self.cache.features,
+            backend.vocab_size,
+            self.guidance,
+            clock,
+            faults,
+            answers,
         )
+        self.pacing = Pacing(cost, self.desk, self.drafters, clock)
+        self.patience = 0.0
         self.planner = StepPlanner(
             cost, Policy.parse(config.verify), config.max_step_tokens, self.guidance
         )
         self._backend = backend
-        self._batcher = Batcher(self.cache, config)
+        self._batcher = Batcher(self.cache, config, self.desk.forget)
         self._eos_ids = frozenset(eos_ids)
         self.clock = clock
         self._tally: Tally | None = None  # until somebody asks for it
@@ -90,6 +109,11 @@ class Engine:
         self._sequences: dict[Key, Sequence] = {}
         self._arrivals = 0
         self._events: list[EngineEvent] = []
+        self._waits_since: float | None = None
+        self.traces: list[RunTrace] | None = None  # until somebody wants traced runs that are over
+        self._began = 0.0  # the step; on the engine's clock
+        self._forward_s = 0.0
+        self._adopted: set[str] = set()  # feature ids that came with links
         for drafter in self.drafters.values():
             if drafter.card.feature_id:
                 self.cache.features.open(drafter.card.feature_id, drafter.card.feature_width)
@@ -129,7 +153,9 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue one choice. Raises InvalidRequest or Overloaded and then keeps nothing of it."""
         check_request(request, self.limits)
-        drafter, gamma = self._speculation(request)
+        if request.speculation.verify is not None:
+            Policy.parse(request.speculation.verify)
+        promise = self.drafters.promise(request, self.config.gamma)
         key = (request.request_id, request.choice)
         running = self._sequences.get(key)
         if running is not None and running.state.request.attempt >= request.attempt:
@@ -153,31 +179,19 @@ class Engine:
             max_tokens_total=self.limits.sequence_tokens,
             arrival=self._arrivals,
         )
-        sequence = Sequence(state, rng=self._rng.spawn(1)[0], drafter=drafter, gamma=gamma)
-        if drafter:
-            sequence.feature_id = self.drafters[drafter].card.feature_id
+        sequence = Sequence(
+            state,
+            rng=self._rng.spawn(1)[0],
+            drafter=promise.drafter,
+            gamma=promise.gamma,
+            feature_id=promise.feature_id,
+        )
+        if self.traces is not None:
+            sequence.trace = RunTrace.of(request, self.clock())
         if request.sampling.penalized:
             sequence.counts = TokenCounts.of(request.prompt_ids, state.ids[state.prompt_tokens :])
         self._sequences[key] = sequence
         self._batcher.add(sequence)
-
-    def _speculation(self, request: Request) -> tuple[str, int]:
-        """Drafter and γ of a request: its wish within the operator's limits."""
-        wish = request.speculation
-        if wish.verify is not None:
-            Policy.parse(wish.verify)
-        name = wish.drafter if wish.drafter is not None else next(iter(self.drafters), "none")
-        if name == "none":
-            return "", 0
-        if name not in self.drafters:
-            known = ", ".join([*self.drafters, "none"])
-            raise InvalidRequest("speculation.drafter", name, f"is not one of: {known}")
-        gamma = min(self.config.gamma, self.drafters[name].card.gamma)
-        if wish.gamma is not None:
-            if wish.gamma < 0:
-                raise InvalidRequest("speculation.gamma", wish.gamma, "must be at least 0")
-            gamma = min(gamma, wish.gamma)
-        return (name, gamma) if gamma else ("", 0)
 
     def cancel(self, request_id: str, choice: int = 0) -> None:
         """The caller hung up: free everything at once. An unknown request is fine."""
@@ -199,12 +213,16 @@ class Engine:
             self._batcher.go_on(sequence)
 
     def step(self) -> list[EngineEvent]:
-        """Run one step; returns what was committed and what ended since the last call."""
+        """Run one step, or none while waiting for drafts pays (`patience`); returns what was
+        committed and what ended since the last call. Never waits itself."""
         clock = Stopwatch()
         self._end_what_is_over()
+        self._account_for_waiting()
+        self.desk.collect()
         self._batcher.set_shares(self.guidance.shares)
-        items = self._batcher.compose()
+        items = self._ready()
         if items:
+            self._began = self.clock()
             step = self.planner.plan(items)
             batch = flatten(items, step.lengths, self.cache)
             with clock.lap("forward"):
@@ -213,6 +231,7 @@ class Engine:
                 argmax = argmax_rows(output.logits)
             verdicts = judge_step(items, step.lengths, output.logits, argmax)
             seconds = clock.laps["forward"] + clock.laps["argmax"]
+            self._forward_s = seconds
             self.planner.learn(items, step, seconds)
             if self._tally is not None:
                 self._tally.add_step(step.R, step.P, step.context, seconds - step.seconds)
@@ -220,8 +239,39 @@ class Engine:
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
             self._ask_for_drafts(items, step)
-            self.figures.add_step(clock, step, self.desk.spent_s)
+            self.figures.add_step(clock, step, self.drafters.spent_s)
         return self.take_events()
+
+    def _ready(self) -> list[Item]:
+        """What the next step holds; nothing while waiting for drafts pays."""
+        most_linked = self.pacing.most_linked(self._batcher.running)
+        while True:
+            items = self._batcher.compose(most_linked)
+            decision, errands = self.pacing.decide(items, most_linked)
+            if not decision.given_up:
+                break
+            for index in decision.given_up:  # they go on plainly, in this very step
+                late = list(errands[index].left.values())
+                self.desk.give_up(late)
+                for sequence in late:
+                    self.planner.miss(sequence)
+        self.patience = decision.wait_s
+        if self.patience:
+            self._waits_since = self.clock()
+            return []
+        return items
+
+    def _account_for_waiting(self) -> None:
+        """What the engine stood still for drafts since its last look."""
+        if self._waits_since is None:
+            return
+        waited_s = max(self.clock() - self._waits_since, 0.0)
+        self._waits_since = None
+        errands = self.desk.errands
+        if errands:
+            self.figures.draft_wait_s += waited_s
+        for errand in errands:
+            errand.idle_s += waited_s
 
     def take_events(self) -> list[EngineEvent]:
         """What was committed and what ended since the last call."""
@@ -268,6 +318,8 @@ class Engine:
         for item, length, outcome in zip(items, lengths, verdicts, strict=True):
             sequence = item.sequence
             sequence.state.computed += item.tokens
+            if sequence.trace is not None and sequence.trace.admitted is None:
+                sequence.trace.admitted = self._began
             if isinstance(outcome, DsparkError):
                 self._finish(sequence, outcome)
             elif outcome is not None:
@@ -288,6 +340,8 @@ class Engine:
             drafted = 0 if sequence.draft is None else len(sequence.draft.draft.ids)
             figures = SpeculationFigures(1, drafted, verified, accepted)
         self._tally_round(sequence, min(verified, verdict.accepted + 1, stand), accepted, stand)
+        if sequence.trace is not None:
+            self._trace_round(sequence, sequence.trace, figures, stand)
         sequence.draft = None
         sequence.round += 1
         ids = verdict.ids[:stand]
@@ -300,6 +354,28 @@ class Engine:
         self._events.append((state.key, event))
         if state.finish is not None:
             self._finish(sequence)
+
+    def _trace_round(
+        self, sequence: Sequence, trace: RunTrace, figures: SpeculationFigures, committed: int
+    ) -> None:
+        draft = sequence.draft
+        trace.cached_tokens = sequence.state.cached or 0
+        trace.add(
+            Round(
+                sequence.round,
+                self._began,
+                self.clock(),
+                self._forward_s,
+                None if draft is None else draft.asked_at,
+                None if draft is None else draft.answered_at,
+                "" if draft is None else draft.source,
+                draft is not None and draft.linked,
+                figures.drafted,
+                figures.verified,
+                figures.accepted,
+                committed,
+            )
+        )
 
     def _tally_round(self, sequence: Sequence, judged: int, accepted: int, committed: int) -> None:
         """What the scheduler is told of a round: its verdict is in, so its draft may be."""
@@ -315,12 +391,13 @@ class Engine:
             FinishedDraft(
                 number=draft.number,
                 tenant=request.tenant,
-                drafter_id=self.drafters[sequence.drafter].card.drafter_id,
+                drafter_id=draft.drafter_id,
                 mode=request.sampling.mode,
                 logits=draft.draft.confidence_logits,
                 survival=draft.survival,
                 judged=judged,
                 accepted=min(accepted, judged),
+                source=draft.source,
             )
         )
 
@@ -328,6 +405,7 @@ class Engine:
         """What was seen since the last call, and who is here now: a report's two halves. The first
         call begins it."""
         tally, self._tally = self._tally or Tally(self.clock()), Tally(self.clock())
+        tally.draft_s, self.desk.exposed_s = self.desk.exposed_s, {}
         running, waiting = (
             [sequence.state.request for sequence in sequences]
             for sequences in (self._batcher.running, self._batcher.waiting)
@@ -342,20 +420,98 @@ class Engine:
         )
 
     def _ask_for_drafts(self, items: Seq[Item], step: StepPlan) -> None:
-        share = 1 / max(step.R, 1)
-        asking = []
+        """Of those elsewhere first: while they draft, those of this process do."""
+        self.drafters.begin_step()
+        wanting: dict[str, list[Sequence]] = {}
         for item in items:
             sequence, state = item.sequence, item.sequence.state
-            ready = state.uncomputed == 1 and state.finish is None and sequence.blocks
-            if not ready or not sequence.drafter or not state.draft_room:
+            if state.uncomputed != 1 or state.finish is not None or not sequence.blocks:
                 continue
-            draft_s = self.desk.draft_s.get(sequence.drafter, 0.0) * share
-            if self.planner.worth_asking(sequence, draft_s, step):
-                sequence.rounds_unasked = 0
-                asking.append(sequence)
-            else:
-                sequence.rounds_unasked += 1
-        self.desk.ask(asking)
+            source = self.drafters.source_for(sequence) if state.draft_room else None
+            if source is not None:
+                wanting.setdefault(source.name, []).append(sequence)
+        linked = [name for name in wanting if name in self.drafters.links]
+        if linked:
+            self._ask_together(linked, wanting, self._hidden_s(), step)
+        for name in wanting:
+            if name not in linked:
+                self._ask_together([name], wanting, 0.0, step)
+
+    def _ask_together(
+        self,
+        names: Seq[str],
+        wanting: Mapping[str, list[Sequence]],
+        hidden_s: float,
+        step: StepPlan,
+    ) -> None:
+        """Drafts of drafters that answer side by side, for those that they should be asked for."""
+        sequences = [sequence for name in names for sequence in wanting[name]]
+        whose = [at for at, name in enumerate(names) for _ in wanting[name]]
+        costs = [self.drafters[name].cost for name in names]
+        wanted = self.planner.whom_to_ask(sequences, costs, whose, hidden_s, step)
+        for at, name in enumerate(names):
+            asking = [
+                s for s, w, by in zip(sequences, wanted, whose, strict=True) if w and by == at
+            ]
+            self.desk.ask(self.drafters[name], asking, self._hopeful)
+        for sequence, asked in zip(sequences, wanted, strict=True):
+            sequence.rounds_unasked = 0 if asked else sequence.rounds_unasked + 1
+
+    def _hopeful(self, sequence: Sequence) -> bool:
+        """Whether a draft is asked for whatever the last ones were worth."""
+        probed = sequence.rounds_unasked > 0 or sequence.saving_s is None
+        return probed or self.planner.taken_at_its_word(sequence)
+
+    def _hidden_s(self) -> float:
+        going = [s for s in self._batcher.running if not s.paused]
+        prompts = sum(s.state.uncomputed for s in going if s.state.uncomputed > 1)
+        return self.pacing.hidden_s(going, min(prompts, self.config.prefill_chunk))
+
+    # --- drafters come and go ---------------------------------------------------------------------
+
+    def adopt(
+        self,
+        name: str,
+        link: DrafterLink,
+        projection: FeatureProjection | None = None,
+        calibration: Iterable[CalibrationTable] = (),
+        bell: Bell | None = None,
+    ) -> None:
+        """A drafter in another process may be asked from now on. name: its replica id. projection:
+        of the features that it reads, if they are not made yet. bell: the link's. Raises ModelError
+        for another projection than its card names."""
+        card = link.card
+        if card.feature_id and not self.makes(card.feature_id):
+            if projection is None or projection.feature_id != card.feature_id:
+                given = "none" if projection is None else repr(projection.feature_id)
+                raise ModelError(f"projection: {given} is not that of the card {card.feature_id!r}")
+            self._backend.load_projection(projection)
+            self._adopted.add(card.feature_id)
+        if card.feature_id:
+            self.cache.features.open(card.feature_id, card.feature_width)
+        self.guidance.ship(calibration)
+        self.drafters.add(name, link, bell)
+
+    def makes(self, feature_id: str) -> bool:
+        """Whether each step yields these features already."""
+        return feature_id in self._adopted | self.drafters.feature_ids()
+
+    def dismiss(self, name: str) -> None:
+        """A drafter is gone: its rounds go on plainly, its sequences elsewhere. What nobody reads
+        any more is forgotten."""
+        self.desk.lose(name)
+        self.drafters.remove(name)
+        self._forget_features()
+
+    def _forget_features(self) -> None:
+        """Of versions that came with a link and that no drafter and no sequence reads any more."""
+        if not self._adopted:
+            return
+        read = self.drafters.feature_ids() | {s.feature_id for s in self._sequences.values()}
+        for feature_id in self._adopted - read:
+            self._adopted.discard(feature_id)
+            self._backend.unload_projection(feature_id)
+            self.cache.forget_features(feature_id)
 
     def _finish(self, sequence: Sequence, error: DsparkError | None = None) -> None:
         """The last event of a sequence; everything it held goes back."""
@@ -365,7 +521,21 @@ class Engine:
         self._batcher.remove(sequence)
         self.desk.close(sequence)
         del self._sequences[state.key]
+        if sequence.feature_id and sequence.feature_id not in self.drafters.feature_ids():
+            self._forget_features()
         self._events.append((state.key, Finished(reason, state.usage, state.figures, error)))
+        if sequence.trace is not None and self.traces is not None:
+            trace = sequence.trace
+            trace.ended, trace.reason = self.clock(), reason.value
+            trace.error = "" if error is None else type(error).__name__
+            self.traces.append(trace)
+
+    def take_traces(self) -> list[RunTrace]:
+        """Traced runs that are over since the last call."""
+        if not self.traces:
+            return []
+        traces, self.traces = self.traces, []
+        return traces
 
     def check_integrity(self) -> None:
         """Every block is free, idle or owned once; every sequence stands in one queue."""
@@ -380,3 +550,7 @@ class Engine:
             assert state.computed < len(state.ids), "nothing is left to compute"
             held = len(sequence.blocks) * self.cache.pool.block_size
             assert held >= state.computed, "computed tokens without a block"
+        under_way = [s for errand in self.desk.errands for s in errand.left.values()]
+        asked = [s for s in running if s.asked is not None]
+        assert sorted(map(id, under_way)) == sorted(map(id, asked)), "a round is lost"
+        assert not any(s.draft for s in asked), "a draft in hand and another under way"

@@ -24,6 +24,14 @@ class FeatureCache:
         """Make room for features of one drafter version, [.., width]."""
         self._rows.setdefault(feature_id, np.zeros((self._slots, width), np.float32))
 
+    def widths(self) -> dict[str, int]:
+        """d of each version that there is room for."""
+        return {feature_id: rows.shape[1] for feature_id, rows in self._rows.items()}
+
+    def close(self, feature_id: str) -> None:
+        """Forget a version that nobody reads any more."""
+        self._rows.pop(feature_id, None)
+
     def store(
         self, feature_id: str, blocks: Sequence[int], start: int, rows: NDArray[np.float32]
     ) -> None:

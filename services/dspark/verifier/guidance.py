@@ -71,6 +71,17 @@ class Guidance:
             return None
         return self._plan
 
+    @property
+    def age_s(self) -> float | None:
+        """Since the plan that holds now came; None without one."""
+        plan = self.plan
+        return None if plan is None else max(self._clock() - (self._until - plan.ttl_s), 0.0)
+
+    @property
+    def calibration(self) -> int:
+        """Version of the tables in use, 0 before the first."""
+        return self._calibration
+
     def directions(self, oldest_draft: int | None) -> Directions | None:
         """Numbers for a step whose oldest draft that is bound by the barrier has this number (None:
         it has none). None: plan by yourself."""

@@ -62,6 +62,12 @@ class KVCache:
         sequence.blocks.extend(self.pool.take() for _ in range(missing))
         return True
 
+    def forget_features(self, feature_id: str) -> None:
+        """Nobody reads them any more: tokens stay cached, for others and for another version to be
+        made from again."""
+        self.pool.forget_features(feature_id)
+        self.features.close(feature_id)
+
     def spare_tokens(self, sequence: Sequence) -> int:
         """Tokens that still fit into the sequence's own blocks."""
         return len(sequence.blocks) * self.pool.block_size - len(sequence.state.ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,22 +12,22 @@ from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler import (
+    DraftCost,
     OnlineStepCost,
     Policy,
     PolicyKind,
+    askers,
     capacity,
     plan,
-    probe_interval,
     saving,
     scaled,
-    worth_drafting,
 )
 from dspark.verifier.batcher import Item
 from dspark.verifier.guidance import Guidance
 from dspark.verifier.sequence import Sequence
 
-# Weight of the newest round in a request's mean saving.
-SAVING_RATE = 0.2
+# Weight of the newest round in a request's means.
+ROUND_RATE = 0.2
 # A step cost is known to a few percent, and judging drafts is not in it; promises smaller than this
 # share of Θ lost 4 % on chat prompts at R = 4 (docs/results). Only where looking ahead is free.
 SMALLEST_GAIN = 0.05
@@ -177,10 +178,13 @@ class StepPlanner:
         cost = self.cost.current
         plain_s = cost.seconds(step.P, step.R, step.P + step.R, step.context)
         saved = saving(survivals, lengths, step.R / plain_s, step.seconds - plain_s)
-        for item, seconds_saved in zip(drafted, saved.tolist(), strict=True):
+        for item, a, length, seconds_saved in zip(
+            drafted, survivals, lengths.tolist(), saved.tolist(), strict=True
+        ):
             sequence = item.sequence
-            before = seconds_saved if sequence.saving_s is None else sequence.saving_s
-            sequence.saving_s = (1 - SAVING_RATE) * before + SAVING_RATE * seconds_saved
+            sequence.saving_s = _mean(sequence.saving_s, seconds_saved)
+            sequence.verifies = _mean(sequence.verifies, float(length))
+            sequence.gains = _mean(sequence.gains, float(a[:length].sum()))
 
     def _remember(
         self, drafted: list[Item], survivals: list[NDArray[np.float64]], step: StepPlan
@@ -190,20 +194,55 @@ class StepPlanner:
             without = [np.empty(0)] * (step.R - len(drafted))
             self._past = PastDrafts([*survivals, *without], step.P, step.context, newest)
 
-    def worth_asking(self, sequence: Sequence, draft_s: float, step: StepPlan) -> bool:
-        """Draft at all: while drafts save more than they cost and the scheduler's plan wants them,
-        and now and then to see again. A fixed or threshold policy is taken at its word."""
-        policy = self._policy(sequence)
-        if not _is_joint(policy):
-            return policy.kind is not PolicyKind.NONE
-        R, since_probe = max(step.R, 1), sequence.rounds_unasked + 1  # this round is one of them
-        if self._guidance.bypasses(sequence.state.request.tenant):
-            return since_probe >= probe_interval(draft_s, step.seconds, R)
-        return worth_drafting(sequence.saving_s, draft_s, step.seconds, since_probe, R)
+    def whom_to_ask(
+        self,
+        sequences: Seq[Sequence],
+        costs: Seq[DraftCost],
+        whose: Seq[int],
+        hidden_s: float,
+        step: StepPlan,
+    ) -> list[bool]:
+        """Draft at all, for each of those that could be: while the drafts of all save more than
+        they cost together and the scheduler's plan wants them, and now and then to see again. A
+        fixed or threshold policy is taken at its word. costs: of drafters that answer side by side;
+        whose: which of them is each one's. Uses the past only."""
+        kinds = [self._policy(sequence).kind for sequence in sequences]
+        asked = [kind is not PolicyKind.NONE and kind not in JOINT for kind in kinds]
+        joint = [i for i, kind in enumerate(kinds) if kind in JOINT]
+        among = [sequences[i] for i in joint]
+        bypassed = [self._guidance.bypasses(s.state.request.tenant) for s in among]
+        chosen = askers(
+            [np.nan if s.saving_s is None else s.saving_s for s in among],
+            costs,
+            hidden_s,
+            unasked=[s.rounds_unasked + 1 for s in among],
+            step_s=step.seconds,
+            bypassed=bypassed,
+            drafter=[whose[i] for i in joint],
+        )
+        for i in chosen.tolist():
+            asked[joint[i]] = True
+        return asked
+
+    def miss(self, sequence: Sequence) -> None:
+        """A draft that was given up saved nothing."""
+        sequence.saving_s = _mean(sequence.saving_s, 0.0)
+
+    def taken_at_its_word(self, sequence: Sequence) -> bool:
+        """Whether its policy verifies without weighing what that is worth."""
+        return self._policy(sequence).kind not in JOINT
+
+
+JOINT = (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
+
+
+def _mean(before: float | None, now: float) -> float:
+    """A running mean, begun with its first value."""
+    return now if before is None else (1 - ROUND_RATE) * before + ROUND_RATE * now
 
 
 def _is_joint(policy: Policy) -> bool:
-    return policy.kind in (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
+    return policy.kind in JOINT
 
 
 def _oldest_bound(items: list[Item]) -> int | None:

@@ -18,8 +18,10 @@ from typing import TypeVar
 
 from dspark.core.errors import Overloaded, Unavailable
 from dspark.core.requests import Event, Finished, Request
+from dspark.core.traces import RunTrace
 from dspark.verifier.engine import Engine, EngineEvent, Key
 from dspark.verifier.lines import Batch, Line, Refused, Run
+from dspark.verifier.sources import Bell
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,9 @@ T = TypeVar("T")
 Command = Callable[[], None]
 Events = list[tuple[Run, Event | Refused]]
 
-# Seconds between two looks at deadlines while every reader stands still and no step is done.
-STALLED_TICK_S = 0.05
+# Seconds between two looks at deadlines while no step is done, because every reader stands still or
+# drafts are waited for.
+TICK_S = 0.05
 
 
 class EngineRunner:
@@ -36,15 +39,22 @@ class EngineRunner:
 
     A reader may lag by `buffered_events` of a choice; then its sequence pauses until half of them
     are read. Leaving the context stops the thread; what still runs then ends with `Unavailable`.
+    traced: told in the event loop of traced runs that are over; None traces none.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, traced: Callable[[list[RunTrace]], None] | None = None
+    ) -> None:
         self.engine = engine
+        self._traced = traced
+        if traced is not None:
+            engine.traces = []
         self._buffered = engine.config.buffered_events
         self._heartbeat_s = engine.config.heartbeat_s
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+        self._woken = False
         self._closed = False  # the event loop says so: `_stop` is the last command but cancels
         # The rest is the engine's thread's.
         self._stopping = False
@@ -67,6 +77,11 @@ class EngineRunner:
         self._closed = True
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join)
+
+    @property
+    def alive(self) -> bool:
+        """The engine's thread runs."""
+        return self._thread.is_alive()
 
     # --- the event loop's side --------------------------------------------------------------------
 
@@ -112,6 +127,20 @@ class EngineRunner:
         self._commands.put(answer)
         return await told
 
+    def bell(self) -> Bell:
+        """For a link that the engine will adopt: it ends a wait for drafts."""
+        return Bell(self.engine.clock, self.wake)
+
+    def wake(self) -> None:
+        """From any thread: there is something new to look at. Many calls are one command."""
+        if not self._woken:
+            self._woken = True
+            self._commands.put(self._wake)
+
+    def _wake(self) -> None:
+        # Whatever comes from now on may be too late for the coming step's look.
+        self._woken = False
+
     def submit(self, run: Run) -> None:
         if self._closed:
             raise Unavailable("the engine is stopped")
@@ -152,8 +181,11 @@ class EngineRunner:
         if self.engine.idle and not self._checked:  # once: the scheduler asks all the time
             self._checked = True
             self.engine.check_integrity()
-        waits = self.engine.stalled and not self._stopping
-        tick = None if self.engine.idle else min(STALLED_TICK_S, self._heartbeat_s)
+        patience = self.engine.patience
+        waits = (self.engine.stalled or patience > 0) and not self._stopping
+        tick = None if self.engine.idle else min(TICK_S, self._heartbeat_s)
+        if tick is not None and not self.engine.stalled:
+            tick = min(tick, patience)
         while True:
             try:
                 self._commands.get(waits, tick)()
@@ -209,6 +241,8 @@ class EngineRunner:
                 self.engine.pause(*key, True)
         if told:
             self._post(told)
+        if self._traced is not None and (over := self.engine.take_traces()):
+            self._call(self._traced, over)
 
     def _beat(self) -> None:
         now = time.monotonic()

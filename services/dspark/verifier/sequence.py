@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dspark.core.drafts import Draft
+from dspark.core.drafts import Draft, DraftRequest
 from dspark.core.sequence import SequenceState
+from dspark.core.traces import RunTrace
 from dspark.models.verification import TokenCounts
 
 
@@ -16,22 +17,58 @@ class DraftInHand:
     """A validated draft waiting for its verify step.
 
     number: order of arrival at this verifier, the unit of the causal barrier. survival: float64
-    [γ], non-increasing, calibrated; ends where confidence stopped making sense.
+    [γ], non-increasing, calibrated; ends where confidence stopped making sense. source: name of who
+    made it; linked: in another process. drafter_id: its checkpoint. asked_at, answered_at: seconds
+    on the engine's clock.
     """
 
     number: int
     draft: Draft
     survival: np.ndarray
+    source: str = ""
+    linked: bool = False
+    drafter_id: str = ""
+    asked_at: float = 0.0
+    answered_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Errand:
+    """Drafts asked of one source together. at: seconds on the engine's clock. n: how many; left:
+    sequences that still wait, by session. idle_s: that the engine stood still meanwhile. drafted:
+    tokens that came; a reply without any may have been made in no time."""
+
+    source: str
+    at: float
+    n: int
+    left: dict[str, Sequence] = field(default_factory=dict)
+    idle_s: float = 0.0
+    drafted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A round whose draft is under way. tries: times it was asked for. hopeful: asked to learn what
+    it is worth, so the best is expected of it."""
+
+    request: DraftRequest
+    errand: Errand
+    tries: int
+    hopeful: bool
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """blocks: KV blocks, in order. names: digests of the full ones known to the prefix cache.
 
-    feature_id: what its drafter reads ("" = tokens only), fixed for its life. sent: first position
-    its draft session has not been told of. saving_s: running mean of the seconds a round's draft
-    saved, None before the first one. rounds_unasked: rounds since a draft was last asked for.
-    paused_at: since when its reader cannot keep up, on the engine's clock; None while it runs.
+    drafter: what drafts for it, a local drafter's name or a checkpoint's id, "" for nothing;
+    feature_id: what that reads ("" = tokens only). Both are fixed for its life. source: who has its
+    draft session now. sent: first position that session has not been told of. asked: the round
+    under way; while there is one it is in no step. saving_s: running mean of the seconds a round's
+    draft saved, None before the first one; verifies, gains: of draft tokens that a round verified,
+    and of those that were expected to stand. rounds_unasked: rounds since a draft was last asked
+    for. paused_at: since when its reader cannot keep up, on the engine's clock; None while it runs.
+    trace: None unless it is traced.
     """
 
     state: SequenceState
@@ -44,16 +81,30 @@ class Sequence:
     names: list[bytes] = field(default_factory=list)
     draft: DraftInHand | None = None
     round: int = 0
+    source: str = ""
     sent: int = 0
+    asked: Asked | None = None
     saving_s: float | None = None
+    verifies: float | None = None
+    gains: float | None = None
     rounds_unasked: int = 0
     paused_at: float | None = None
+    trace: RunTrace | None = None
 
     @property
     def paused(self) -> bool:
         return self.paused_at is not None
 
     @property
+    def linked(self) -> bool:
+        """Whether this round's draft is under way elsewhere, or came from there."""
+        return self.asked is not None or (self.draft is not None and self.draft.linked)
+
+    @property
     def session(self) -> str:
         request = self.state.request
         return f"{request.request_id}/{request.choice}/{request.attempt}"
+
+    def forget_worth(self) -> None:
+        """Another drafter drafts for it: what the last one's drafts were worth says nothing."""
+        self.saving_s = self.verifies = self.gains = None

@@ -41,7 +41,7 @@ IDLE_INTERVALS = 10
 class FinishedDraft:
     """A draft whose verdict is in. number: of its arrival. logits, survival: [γ], the second may
     end early (L5). judged: of its tokens, those whose verdict was seen and stands in the text;
-    accepted: of those."""
+    accepted: of those. source: who made it, a replica id or a local drafter's name."""
 
     number: int
     tenant: str
@@ -51,13 +51,15 @@ class FinishedDraft:
     survival: NDArray[np.float64]
     judged: int
     accepted: int
+    source: str = ""
 
 
 @dataclass(slots=True)
 class Tally:
     """Sums over steps since `since` (seconds on the engine's clock). Of drafts the newest
-    MAX_DRAFTS are kept: with nobody to report to they must not pile up. last_step: whose requests
-    were in it."""
+    MAX_DRAFTS are kept: with nobody to report to they must not pile up. draft_s: by source, seconds
+    that rounds waited for drafts and nothing else was done, summed over rounds. last_step: whose
+    requests were in it."""
 
     since: float
     steps: int = 0
@@ -239,12 +241,11 @@ def _reached_and_accepted(drafts: list[FinishedDraft]) -> tuple[Table, Table]:
 
 
 def _uses(tally: Tally) -> tuple[DrafterUse, ...]:
-    drafted: dict[str, int] = {}
+    drafted: Counter[str] = Counter()
+    rounds: Counter[str] = Counter()
     for draft in tally.drafts:
-        drafted[draft.drafter_id] = drafted.get(draft.drafter_id, 0) + len(draft.logits)
-    rounds: dict[str, int] = {}
-    for draft in tally.drafts:
-        rounds[draft.drafter_id] = rounds.get(draft.drafter_id, 0) + 1
+        drafted[draft.source] += len(draft.logits)
+        rounds[draft.source] += 1
     return tuple(
         DrafterUse(name, drafted[name], tally.draft_s.get(name, 0.0) / rounds[name])
         for name in sorted(drafted)

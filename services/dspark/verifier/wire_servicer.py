@@ -39,6 +39,7 @@ def request_from_wire(run: pb.Run, now: float) -> Request:
         attempt=run.key.attempt,
         lease=run.lease,
         epoch=run.epoch,
+        drafter=run.drafter.replica_id,
         prompt_ids=tuple(run.prompt_ids),
         committed_ids=tuple(run.committed_ids),
         sampling=sampling_from_wire(run.sampling),

@@ -149,6 +149,28 @@ def test_a_saturated_drafter_is_no_worse_shared_by_plan() -> None:
     assert central.throughput > 0.97 * local.throughput
 
 
+def test_a_saturated_drafter_goes_where_drafts_bring_most() -> None:
+    """Its time hides behind the slow verifier's steps, so that one asks for all it can use, though
+    it gains little; the plan gives most to the fast one."""
+    both = {"prefills": False, "kv_tokens": 10**9, "groups": 2}
+    fast = {"step_cost": {"tokens": [1], "table_s": [0.01]}, "max_sequences": 16}
+    slow = {"step_cost": {"tokens": [1, 101], "table_s": [0.03, 0.23]}, "max_sequences": 48}
+    config = config_of(
+        {
+            **table(acceptance=0.9),
+            "verifiers": [{**both, **fast}, {**both, **slow}],
+            "arms": [{"policy": "top-k"}, {"policy": "central"}],
+            "drafters": [{"tokens_per_s": 3500.0}],
+            "arrivals": {"users": 80, "answer": 200},
+            "duration_s": 8.0,
+            "warmup_s": 3.0,
+        }
+    )
+    local, central = simulated(config)
+    assert local.drafters_busy > 0.95
+    assert central.throughput > 1.1 * local.throughput
+
+
 def test_deadlines_and_floors_are_told() -> None:
     config = configured(
         policies=["none"],

@@ -24,7 +24,7 @@ from dspark.core.sampling import SamplingParams
 from dspark.core.sequence import SequenceState
 
 if TYPE_CHECKING:
-    from dspark.scheduler import StepCost
+    from dspark.scheduler import DraftCost, StepCost
     from dspark.verifier.batcher import Item
     from dspark.verifier.engine import Engine, EngineEvent
     from dspark.verifier.planning import StepPlan, StepPlanner
@@ -181,32 +181,36 @@ class _Desk:
 
     def __init__(self, planner: StepPlanner, draft_s: float) -> None:
         self._planner = planner
-        self._draft_s = draft_s
+        self._cost = _linear(draft_s)
         self._sequences: dict[str, Choice] = {}
         self._received = 0
         self._last: StepPlan | None = None
 
     def ask(self, step: KnownStep) -> int:
         """Drafts for the coming step, where the planner wants them; how many were asked for."""
-        return sum(self._ask(known, step) for known in step.rounds)
+        sequences = []
+        for known in step.rounds:
+            sequence = self._sequences.get(known.request)
+            if sequence is None:
+                sequence = self._sequences[known.request] = _sequence(known.request, 1)
+            sequence.state.computed = known.context
+            sequences.append(sequence)
+        last = self._last or self._plain(step)
+        whose = [0] * len(sequences)
+        wanted = self._planner.whom_to_ask(sequences, [self._cost], whose, 0.0, last)
+        for sequence, known, asked in zip(sequences, step.rounds, wanted, strict=True):
+            sequence.rounds_unasked = 0 if asked else sequence.rounds_unasked + 1
+            if asked and len(known.survival):
+                self._hand(sequence, known)
+        return sum(wanted)
 
-    def _ask(self, known: KnownRound, step: KnownStep) -> bool:
+    def _hand(self, sequence: Choice, known: KnownRound) -> None:
         from dspark.verifier.sequence import DraftInHand
 
-        sequence = self._sequences.get(known.request)
-        if sequence is None:
-            sequence = self._sequences[known.request] = _sequence(known.request, 1)
-        sequence.state.computed = known.context
-        last = self._last or self._plain(step)
-        if not self._planner.worth_asking(sequence, self._draft_s, last):
-            sequence.rounds_unasked += 1
-            return False
-        sequence.rounds_unasked = 0
-        if count := len(known.survival):
-            self._received += 1
-            draft = Draft(sequence.session, sequence.round, (0,) * count, NO_LOGITS)
-            sequence.draft = DraftInHand(self._received, draft, known.survival)
-        return True
+        self._received += 1
+        ids = (0,) * len(known.survival)
+        draft = Draft(sequence.session, sequence.round, ids, NO_LOGITS)
+        sequence.draft = DraftInHand(self._received, draft, known.survival)
 
     def _plain(self, step: KnownStep) -> StepPlan:
         """In place of the step before the first."""
@@ -240,6 +244,16 @@ class _Desk:
             sequence = self._sequences[known.request]
             sequence.draft = None
             sequence.round += 1
+
+
+def _linear(draft_s: float) -> DraftCost:
+    """A drafter that takes so long for each draft."""
+    from dspark.scheduler import DraftCost
+
+    cost = DraftCost()
+    while not cost.known:
+        cost.observe(1, draft_s)
+    return cost
 
 
 def _sequence(name: str, prompt_tokens: int) -> Choice:

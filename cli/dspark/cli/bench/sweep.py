@@ -242,8 +242,8 @@ def _engine(loaded: Loaded, config: TargetConfig) -> Engine:
 
     trained = None
     if not config.has_plain_drafter:
-        (drafter,) = loaded.engine.drafters.values()
-        trained = cast("ModelDrafter", drafter)
+        (drafter,) = loaded.engine.drafters.local.values()
+        trained = cast("ModelDrafter", drafter.drafter)
     return make_engine(loaded.backend, config, loaded.cost, loaded.tokenizer.eos_ids, trained)
 
 

@@ -99,11 +99,7 @@ class Planner:
         joint, outlook = await asyncio.to_thread(plan_jointly, cluster, self._outlook)
         self._outlook = outlook
         await self._calibrate(view)
-        plans = {
-            name: self._codec.plan(self._plan(name, mine))
-            for name, mine in joint.verifiers.items()
-            if mine.epoch >= 0  # else it has not reported yet
-        }
+        plans = await asyncio.to_thread(self._written, joint)
         assert self.term is not None, "only the planning replica plans"
         if await self._store.publish(self.term, plans, self._config.plan_ttl_s) is None:
             log.warning("%s is fenced: another replica plans", self._name)
@@ -118,8 +114,7 @@ class Planner:
         for state in fleet.verifiers:
             if state.step_cost is None:  # not profiled yet: it plans by itself
                 continue
-            fit = fleet.fitting(state.card, None)
-            gamma = max((d.card.gamma for d in fit), default=self._config.gamma)
+            gamma = fleet.longest_block(state.card) or self._config.gamma
             # Which drafters it uses, and how much, the outlook remembers from its reports.
             view_of = VerifierView(state.step_cost, gamma, state.report)
             verifiers[state.replica.replica_id] = view_of
@@ -128,6 +123,13 @@ class Planner:
             {d.replica.replica_id: d.load.capacity_tokens_per_s for d in fleet.drafters},
             self._config.shares,
         )
+
+    def _written(self, joint: JointPlan) -> dict[str, bytes]:
+        return {
+            name: self._codec.plan(self._plan(name, mine))
+            for name, mine in joint.verifiers.items()
+            if mine.epoch >= 0  # else it has not reported yet
+        }
 
     def _plan(self, name: str, mine: VerifierPlan) -> Plan:
         return Plan(

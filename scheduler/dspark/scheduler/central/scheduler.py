@@ -28,11 +28,13 @@ from dspark.core.leases import Lease, LeaseRequest
 from dspark.core.plans import Plan
 from dspark.core.replicas import DrafterLoad, Member, Pool, VerifierCard
 from dspark.core.reports import Report
+from dspark.core.status import CalibrationDrift, ClusterStatus
 from dspark.scheduler.admission import RETRY_S, check_room
 from dspark.scheduler.central.codec import Codec
 from dspark.scheduler.central.config import SchedulerConfig
 from dspark.scheduler.central.outage import Outage
 from dspark.scheduler.central.planning import Planner
+from dspark.scheduler.central.status import members_of
 from dspark.scheduler.central.view import View
 from dspark.scheduler.intake import check_lease_request, check_load, check_report
 from dspark.scheduler.routing import Candidate as Choice
@@ -60,7 +62,8 @@ class Scheduler:
     """`async with Scheduler(store, codec, config, name) as scheduler: ...`
 
     name: this replica's, for the planning lease. clock: seconds. refused: reports, and plans of
-    other replicas, by what was wrong with them.
+    other replicas, by what was wrong with them. granted, turned_away: leases, the second by why.
+    outage: of the store.
     """
 
     def __init__(
@@ -74,19 +77,24 @@ class Scheduler:
         rng: random.Random | None = None,
     ) -> None:
         self.config = config
+        self.name = name
         self.refused: Counter[str] = Counter()
+        self.granted = 0
+        self.turned_away: Counter[str] = Counter()
+        self.outage = Outage("the store", log)
         self.view = View()
         self.planner = Planner(store, codec, config, name, clock)
         self._store = store
         self._codec = codec
         self._clock = clock
         self._rng = rng or random.Random()
-        self._outage = Outage("the store", log)
         self._reports: dict[tuple[str, int], StoredReport] = {}
         self._followers: dict[str, set[asyncio.Queue[Plan]]] = {}
         self._told: set[tuple[str, str]] = set()
         self._plans_seen = -1
         self._looked_at = -1e9
+        self._looks = 0  # that have begun
+        self._looking = asyncio.Lock()
         self._failed = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -155,6 +163,11 @@ class Scheduler:
     async def leave(self, replica_id: str, epoch: int) -> None:
         await self._store.leave(replica_id, epoch)
 
+    async def drain(self, replica_id: str) -> None:
+        """Want a replica to drain: it hears with its next heartbeat. Raises NotFound."""
+        checks.text("replica_id", replica_id)
+        await self._store.want_drain(replica_id, True)
+
     async def watch(self, pools: Collection[Pool]) -> AsyncGenerator[tuple[Member, ...], None]:
         """The members of pools (none named: all) now, and again after each change."""
         known, last = -1, None
@@ -175,6 +188,15 @@ class Scheduler:
     async def acquire(self, request: LeaseRequest) -> Lease:
         """A verifier for a request, and a drafter for its drafts. Raises Overloaded with the time
         to come again, DeadlineExceeded, NotFound, InvalidRequest, Unavailable."""
+        try:
+            lease = await self._acquire(request)
+        except DsparkError as error:
+            self.turned_away[type(error).__name__] += 1
+            raise
+        self.granted += 1
+        return lease
+
+    async def _acquire(self, request: LeaseRequest) -> Lease:
         check_lease_request(request)
         lease = await self._lease(request)
         if lease is Refusal.FULL:  # or none of them lives any more: they were seen a while ago
@@ -234,6 +256,7 @@ class Scheduler:
             self.refused[Taken.OLD] += 1
         else:
             self._reports[life] = stored
+            self.view.took(stored, report)
 
     def refuse(self, verifier: str, error: InvalidRequest) -> None:
         """Count a report that cannot be taken. The log hears once from each verifier what is wrong
@@ -264,6 +287,23 @@ class Scheduler:
             if not self._followers[verifier]:
                 del self._followers[verifier]
 
+    def status(self) -> ClusterStatus:
+        """The cluster as this replica sees it now. Nobody is asked for it."""
+        now = self._clock()
+        since = self.outage.since
+        drift = self.planner.drift() if self.planner.term is not None else []
+        return ClusterStatus(
+            scheduler=self.name,
+            leads=self.planner.term is not None,
+            members=tuple(members_of(self.view)),
+            seen_s=max(now - self._looked_at, 0.0) if self.view.members.version >= 0 else None,
+            store_away_s=None if since is None else max(now - since, 0.0),
+            plans=self.planner.made,
+            following=self.following,
+            calibration=self.planner.calibration.version,
+            drift=tuple(CalibrationDrift(d.drafter_id, d.mode, d.error, d.noise) for d in drift),
+        )
+
     # --- its own work -----------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -279,20 +319,25 @@ class Scheduler:
                     await self.planner.plan(self.view)
                 await self._hand_out()
             except (Unavailable, ConfigError) as error:
-                self._outage.away(self._clock(), error)
+                self.outage.away(self._clock(), error)
             except Exception as error:  # a bug, told once; the next round starts afresh
                 if repr(error) != self._failed:
                     log.exception("a round of the scheduler failed")
                 self._failed = repr(error)
             else:
                 self._failed = ""
-                self._outage.back(self._clock())
+                self.outage.back(self._clock())
             spent = self._clock() - begin
             await asyncio.sleep(max(self.config.plan_interval_s - spent, 0.0))
 
     async def _look(self) -> None:
-        self._looked_at = self._clock()
-        await self.view.look(self._store, self._codec)
+        """See what is in the store now; whoever wants that meanwhile shares the next look."""
+        begun = self._looks
+        async with self._looking:
+            if self._looks == begun:
+                self._looks += 1
+                self._looked_at = self._clock()
+                await self.view.look(self._store, self._codec)
 
     async def _flush_reports(self) -> None:
         reports, self._reports = self._reports, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -13,7 +14,9 @@ from dspark.scheduler.central.codec import Codec
 from dspark.scheduler.fleet import DrafterState, Fleet, VerifierState
 from dspark.scheduler.intake import check_report
 from dspark.scheduler.step_cost import StepCost
-from dspark.scheduler.store import Claim, Members, Store, Usage
+from dspark.scheduler.store import Claim, Members, Store, StoredReport, Usage
+
+_Read = tuple[StoredReport, Report]
 
 
 @dataclass(slots=True)
@@ -27,29 +30,51 @@ class View:
     costs: dict[str, tuple[int, StepCost]] = field(default_factory=dict)
     fleet: Fleet = field(default_factory=lambda: Fleet(()))
     refused: Counter[str] = field(default_factory=Counter)
+    _read: dict[str, _Read] = field(default_factory=dict)
+    _taken: dict[str, _Read] = field(default_factory=dict)
+
+    def took(self, stored: StoredReport, report: Report) -> None:
+        """A report that this replica has put into the store need not be read from there."""
+        self._taken[stored.verifier] = stored, report
 
     async def look(self, store: Store, codec: Codec) -> None:
         """See everything anew. Raises what the store raises, and then keeps what it had."""
-        members = await store.members(known=self.members.version)
-        self.usage = await store.usage()
+        members = await store.members(known=self.members.version) or self.members
+        usage = await store.usage()
         stored = await store.reports()
-        self.members = members or self.members
+        verifiers = [m.replica for m in members.members if isinstance(m.card, VerifierCard)]
         lacking = [
-            member.replica.replica_id
-            for member in self._with(VerifierCard)
-            if self.costs.get(member.replica.replica_id, (-1,))[0] != member.replica.epoch
+            replica.replica_id
+            for replica in verifiers
+            if self.costs.get(replica.replica_id, (-1,))[0] != replica.epoch
         ]
         known = self.costs | (await store.step_costs(lacking) if lacking else {})
-        alive = {member.replica.replica_id for member in self._with(VerifierCard)}
+        alive = {replica.replica_id for replica in verifiers}
+        self.members, self.usage = members, usage
         self.costs = {name: cost for name, cost in known.items() if name in alive}
-        reports = {}
+        taken, self._taken = self._taken, {}
+        # In threads: of many it takes a while, and requests wait for their leases meanwhile.
+        self._read = await asyncio.to_thread(self._reading, stored, codec, taken)
+        self.reports = {name: report for name, (_, report) in self._read.items()}
+        self.fleet = await asyncio.to_thread(Fleet, self.verifiers(), self.drafters())
+
+    def _reading(
+        self, stored: list[StoredReport], codec: Codec, taken: dict[str, _Read]
+    ) -> dict[str, _Read]:
+        """What is still as it was is not read again."""
+        read: dict[str, _Read] = {}
         for entry in stored:
-            try:
-                reports[entry.verifier] = check_report(codec.read_report(entry.data))
-            except InvalidRequest as error:
-                self.refused[error.field] += 1
-        self.reports = reports
-        self.fleet = Fleet(self.verifiers(), self.drafters())
+            name = entry.verifier
+            for known in (self._read.get(name), taken.get(name)):
+                if known is not None and known[0] == entry:
+                    read[name] = known
+                    break
+            else:
+                try:
+                    read[name] = entry, check_report(codec.read_report(entry.data))
+                except InvalidRequest as error:
+                    self.refused[error.field] += 1
+        return read
 
     def verifiers(self) -> list[VerifierState]:
         states = []

@@ -17,8 +17,8 @@ import numpy as np
 from dspark.scheduler.joint.pipes import NOTHING, Pipes
 from dspark.scheduler.joint.steps import FloatArray, IntArray
 
-# Rounds in which what is required is given where it is too much for all.
-_PARTS = 4
+# Rounds in which what even parts leave of what is required is given, where it is too much for all.
+_PARTS = 2
 
 
 def envelope(cost: FloatArray, value: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
@@ -141,11 +141,12 @@ def _useful(cost: Sequence[float], value: Sequence[float], tokens: float) -> flo
 
 def _required(pipes: Pipes, required: FloatArray) -> FloatArray:
     """[V] of `required` that can be given: all, by detours, else about the same part of each."""
-    asked = np.flatnonzero(required > NOTHING).tolist()
-    tokens = np.zeros(len(required))
+    tokens = pipes.begin_evenly(required)
+    missing = required - tokens
+    short = np.flatnonzero(missing > NOTHING).tolist()
     for _ in range(_PARTS):
-        for v in asked:
+        for v in short:
             if pipes.dry:
                 return tokens
-            tokens[v] += pipes.give(v, float(required[v]) / _PARTS)
+            tokens[v] += pipes.give(v, float(missing[v]) / _PARTS)
     return tokens

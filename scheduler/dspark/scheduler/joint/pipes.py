@@ -13,9 +13,12 @@ from dspark.scheduler.joint.steps import FloatArray, IntArray, summed
 NOTHING = 1e-9
 # A drafter with so little of its capacity left is full: shreds are not worth a detour.
 SHRED = 1e-3
-# Detours in one plan, a bound on its time (20 µs each). Up to some hundred verifiers that draw on
-# several full drafters each they are enough; beyond, a verifier may get less than it could.
-MAX_DETOURS = 500
+# Drafters that may run full one after another while all are given the same part; what is left then
+# is given to one verifier at a time.
+EVEN_ROUNDS = 16
+# Detours in one plan, a bound on its time (20 to 60 µs each). Up to some hundred verifiers that
+# draw on several full drafters each they are enough; a thousand lose 0.03 % of the objective.
+MAX_DETOURS = 150
 
 
 class Pipes:
@@ -63,6 +66,28 @@ class Pipes:
             self._given[v][d] = part
             if part > NOTHING:
                 self._users[d].add(v)
+
+    def begin_evenly(self, tokens: FloatArray) -> FloatArray:
+        """Give verifiers the same part of `tokens` [V] before anything else is given, each of them
+        until a drafter of its own runs full; what they got."""
+        tokens = np.minimum(tokens, self._most)
+        part, room = np.zeros(len(tokens)), self._capacity.copy()
+        going = tokens > NOTHING
+        for _ in range(EVEN_ROUNDS):
+            each = self._part * np.where(going, tokens, 0.0)[self._of]
+            load = summed(self._to, each, len(room))
+            step = np.divide(room, load, out=np.full_like(room, np.inf), where=load > 0)
+            more = min(float(step.min(initial=np.inf)), 1.0 - float(part.max(initial=0.0)))
+            part[going] += more
+            room = np.maximum(room - more * load, 0.0)
+            full = room <= SHRED * self._capacity
+            going = going & (part < 1.0)
+            going &= summed(self._of, (full[self._to] & (each > 0)).astype(float), len(part)) == 0
+            if not going.any():
+                break
+        got = part * tokens
+        self.begin(got)
+        return got
 
     def given(self, v: int) -> Mapping[int, float]:
         """By drafter."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dspark.scheduler.asking import PROBE_SHARE, probe_rounds
 from dspark.scheduler.joint.budgets import share_out
 from dspark.scheduler.joint.demand import SURVIVAL, Demand
 from dspark.scheduler.joint.outlook import Cluster, Outlook
 from dspark.scheduler.joint.pipes import Pipes
 from dspark.scheduler.joint.steps import FloatArray, IntArray, level_curves, summed
-from dspark.scheduler.planner import PROBE_SHARE, probe_interval
 
 # Parts of a verifier's requests that a budget is weighed at.
 LEVELS: FloatArray = np.arange(1, 9) / 8
@@ -192,11 +192,12 @@ def _split(links: Links, levels: Levels, asked: FloatArray, given: FloatArray, V
 
 
 def _probes(demand: Demand) -> FloatArray:
-    """[n] draft tokens a second with which bypassed requests are tried again."""
+    """[n] draft tokens a second with which bypassed requests are tried again, all of a verifier
+    together (`asking.askers`)."""
     rounds = [
-        max(1 / PROBE_SHARE, probe_interval(exposed_s, step_s, max(int(R), 1)))
-        for exposed_s, step_s, R in zip(
-            demand.exposed_s.tolist(), demand.steps.plain_s.tolist(), demand.R.tolist(), strict=True
+        max(1 / PROBE_SHARE, probe_rounds(exposed_s, step_s))
+        for exposed_s, step_s in zip(
+            demand.exposed_s.tolist(), demand.steps.plain_s.tolist(), strict=True
         )
     ]
     probes: FloatArray = demand.gamma * demand.R / demand.steps.plain_s / np.array(rounds)

@@ -27,9 +27,15 @@ DRAFTER = "drafter"
 
 
 class Carried(bytes):
-    """Bytes for the store that carry the thing itself: nobody here needs it written down."""
+    """Bytes for the store that carry the thing itself: nobody here needs it written down. Equal to
+    themselves only, as what they carry may differ."""
 
     value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = bytes.__hash__
 
 
 class ObjectCodec:

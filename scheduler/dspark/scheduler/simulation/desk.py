@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dspark.core.sampling import SamplingMode
+from dspark.scheduler.asking import DraftCost
 from dspark.scheduler.simulation.drafters import CHECKPOINT, Ask
 from dspark.scheduler.simulation.measures import Measures
 from dspark.scheduler.simulation.planning import Guide, Step, StepPlanner
@@ -17,8 +18,6 @@ from dspark.scheduler.simulation.rows import Rows
 from dspark.scheduler.step_cost import StepCost
 
 BESIDE = "beside"  # the drafter that shares the verifier's machine
-# Weight of the newest step in the mean seconds that drafts take, as in the engine's desk.
-DRAFT_RATE = 0.1
 
 
 class DraftDesk:
@@ -60,19 +59,23 @@ class DraftDesk:
         self._asked_at = [-1.0] * groups  # of the drafts that a group's next step waits for
         self._fresh: list[list[IntArray]] = [[] for _ in range(groups)]  # arrived, not yet drawn
         self._received = 0
-        self._draft_s = 0.0
+        self._costs = [DraftCost() for _ in drafters or (BESIDE,)]
 
     def ask(self, group: int, step: Step, now: float) -> tuple[list[Ask], float]:
         """After a step of a group: asks for drafters of the pool, or the seconds of drafting beside
         the target."""
         rows, at = self._rows, self._rows.of_group(group)
         at = at[(rows.prefill[at] == 0) & (rows.left[at] > 1)]
-        at = self._planner.worth_asking(rows, at, self._draft_s / max(step.R, 1), step)
+        if self._drafters:
+            at = at[rows.drafter[at] >= 0]
+        hidden_s = (len(self.outstanding) - 1) * step.seconds
+        at = self._planner.askers(rows, at, self._costs, hidden_s, step)
         if not len(at):
             return [], 0.0
         lengths = np.minimum(self._gamma, rows.left[at] - 1)
         if not self._drafters:
             seconds = self._share * self._cost.seconds(0, 0, int(lengths.sum()), 0)
+            self._costs[0].observe(len(at), seconds)
             self._take(group, at, lengths, BESIDE, seconds, now)
             if seconds:
                 self._exposed(seconds, len(at), now)
@@ -85,7 +88,7 @@ class DraftDesk:
         for first, end in itertools.pairwise(edges):
             d = int(drafter[first])
             slots, sizes = self._affordable(d, at[first:end], lengths[first:end])
-            if d >= 0 and len(slots):
+            if len(slots):
                 asks.append(Ask(self._verifier, group, self._rounds[group], d, slots, sizes, now))
         if asks:
             self.outstanding[group] = len(asks)
@@ -94,6 +97,7 @@ class DraftDesk:
 
     def arrived(self, ask: Ask, now: float) -> None:
         """Drafts come; those of a round that is over are dropped."""
+        self._costs[ask.drafter].observe(len(ask.slots), now - ask.asked_at)
         if ask.round != self._rounds[ask.group]:
             self._measures.add_late(now)
             return
@@ -124,8 +128,6 @@ class DraftDesk:
 
     def _exposed(self, seconds: float, rounds: int, now: float) -> None:
         """So many rounds waited so long for their drafts, with nothing to hide it."""
-        rate = DRAFT_RATE if self._draft_s else 1.0
-        self._draft_s += rate * (seconds - self._draft_s)
         self._tally.add_exposed(seconds, rounds)
         self._measures.add_wait(now, seconds, rounds)
 
@@ -134,7 +136,7 @@ class DraftDesk:
     ) -> tuple[IntArray, IntArray]:
         """Where the plan's budget is short, those go first whose drafts save most, and those first
         of all that nobody knows yet."""
-        if self._guide is None or drafter < 0:
+        if self._guide is None:
             return at, lengths
         wanted = int(lengths.sum())
         left = self._guide.affordable(self._drafters[drafter], wanted)

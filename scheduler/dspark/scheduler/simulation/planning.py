@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions, Plan
 from dspark.core.sampling import SamplingMode
+from dspark.scheduler.asking import DraftCost, askers
 from dspark.scheduler.joint import SMALLEST_GAIN
 from dspark.scheduler.planner import (
     Policy,
     PolicyKind,
     capacity,
     plan,
-    probe_interval,
     saving,
     scaled,
-    worth_drafting,
 )
 from dspark.scheduler.simulation.profiles import FloatArray, IntArray
 from dspark.scheduler.simulation.rows import Rows
@@ -124,7 +122,8 @@ class StepPlanner:
         oldest = int(rows.number[at[drafted]].min()) if bound else None
         directions = None if self._guide is None else self._guide.directions(oldest)
         self.guided_plans += directions is not None
-        K = self._capacity(directions, R, oldest)
+        # Where looking ahead is free the live search knows more than any K from the past.
+        K = self._capacity(directions, R, oldest) if self._sampled else None
         weights = None
         if directions is not None:
             if directions.caps:
@@ -176,25 +175,22 @@ class StepPlanner:
         before = np.where(np.isnan(rows.saving[at]), saved, rows.saving[at])
         rows.saving[at] = (1 - SAVING_RATE) * before + SAVING_RATE * saved
 
-    def worth_asking(self, rows: Rows, at: IntArray, draft_s: float, step: Step) -> IntArray:
-        """Those of slots `at` to draft for. draft_s: seconds of a round that drafting takes and
-        nothing hides, a request's part of them."""
+    def askers(
+        self, rows: Rows, at: IntArray, costs: Sequence[DraftCost], hidden_s: float, step: Step
+    ) -> IntArray:
+        """Those of slots `at` to draft for. costs: of drafters, by number; hidden_s: seconds that
+        other groups' steps take meanwhile."""
         if not self._joint:
             return at if self._policy.kind is not PolicyKind.NONE else at[:0]
-        R = max(step.R, 1)
-        wanted: NDArray[np.bool_] = np.array(
-            [
-                worth_drafting(None if s != s else s, draft_s, step.seconds, unasked + 1, R)
-                for s, unasked in zip(
-                    rows.saving[at].tolist(), rows.unasked[at].tolist(), strict=True
-                )
-            ],
-            np.bool_,
-        )
+        bypassed = None
         if self._guide is not None:
             bypassed = np.array([self._guide.bypasses(name) for name in self._tenants])
-            if bypassed.any():
-                due = rows.unasked[at] + 1 >= probe_interval(draft_s, step.seconds, R)
-                wanted = np.where(bypassed[rows.tenant[at]], due, wanted)
-        rows.unasked[at] = np.where(wanted, 0, rows.unasked[at] + 1)
-        return at[wanted]
+            bypassed = bypassed[rows.tenant[at]]
+        chosen = askers(
+            rows.saving[at], costs, hidden_s,
+            unasked=rows.unasked[at] + 1, step_s=step.seconds, bypassed=bypassed,
+            drafter=rows.drafter[at] if len(costs) > 1 else None,
+        )  # fmt: skip
+        rows.unasked[at] += 1
+        rows.unasked[at[chosen]] = 0
+        return at[chosen]

@@ -97,10 +97,9 @@ class EmbeddedValkey:
         command = [str(binary), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"]
         command += ["--dir", str(folder), "--save", "", "--appendonly", "no", "--daemonize", "no"]
         command += ["--maxmemory-policy", "noeviction", "--loglevel", "warning", *self._options]
-        shim = [sys.executable, "-I", "-S", "-c", _UNTIL_PARENT_DIES, str(os.getpid())]
         with (folder / LOG).open("wb") as log:
             return subprocess.Popen(
-                shim + command,
+                until_we_die(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -114,6 +113,12 @@ class EmbeddedValkey:
                 said = (path.parent / LOG).read_text(encoding="utf-8", errors="replace")
                 raise Unavailable(f"the embedded Valkey did not start: {said[-1000:].strip()}")
             await asyncio.sleep(_POLL_S)
+
+
+def until_we_die(command: list[str]) -> list[str]:
+    """A command that runs `command` (its first word a path) and is killed when the thread that
+    starts it ends, however that comes."""
+    return [sys.executable, "-I", "-S", "-c", _UNTIL_PARENT_DIES, str(os.getpid()), *command]
 
 
 def binary_path() -> Path:

@@ -1,0 +1,127 @@
+"""What int8 costs in quality: the native backend's two precisions on the same greedy answers.
+
+    python benchmarks/native_quality.py DIRECTORY_OF_JSONL [--prompts 4] [--tokens 64] [--model M]
+
+For each file the first prompts are answered greedily in float32. Both precisions then read prompts
+and answers: KL(float32 || int8) and equal argmaxes over the answers (with a 95 % Wilson interval),
+and perplexity of the prompts' own text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dspark.models import load_target, load_tokenizer, resolve
+from dspark.models.targets.backend import RaggedBatch
+from dspark.models.targets.native import NativeBackend, NativeOptions
+
+BLOCK, CHUNK = 16, 256
+
+
+def rows(backend: NativeBackend, ids: list[int], done: int, end: int) -> torch.Tensor:
+    """Logits of ids[done:end] behind the first `done`, in the blocks from 0 on."""
+    count = end - done
+    blocks = -(-end // BLOCK)
+    return backend.forward(
+        RaggedBatch(
+            token_ids=np.array(ids[done:end], np.int32),
+            positions=np.arange(done, end, dtype=np.int32),
+            query_start=np.array([0, count], np.int32),
+            context_len=np.array([done], np.int32),
+            block_table=np.arange(blocks, dtype=np.int32)[None],
+            logit_rows=np.arange(count, dtype=np.int32),
+            feature_rows=np.empty(0, np.int32),
+        )
+    ).logits
+
+
+def answer(backend: NativeBackend, prompt: list[int], tokens: int, ends: set[int]) -> list[int]:
+    ids, done = list(prompt), 0
+    while len(ids) < len(prompt) + tokens and not (len(ids) > len(prompt) and ids[-1] in ends):
+        end = min(done + CHUNK, len(ids))
+        logits = rows(backend, ids, done, end)
+        done = end
+        if done == len(ids):
+            ids.append(int(logits[-1].argmax()))
+    return ids
+
+
+class Tally:
+    """Sums over texts."""
+
+    def __init__(self) -> None:
+        self.kl = self.equal = self.tokens = self.read = 0.0
+        self.surprise = [0.0, 0.0]
+
+    def add(
+        self, exact: torch.Tensor, rough: torch.Tensor, ids: torch.Tensor, answered: int
+    ) -> None:
+        """Log-probabilities [n, V] of rows before the tokens ids [n], the last ones answers."""
+        n = len(ids)
+        mine = slice(max(n - answered, 0), n)
+        p = exact[mine].exp()
+        self.kl += float((p * (exact[mine] - rough[mine])).sum())
+        self.equal += float((exact[mine].argmax(-1) == rough[mine].argmax(-1)).sum())
+        self.tokens += len(p)
+        text = slice(0, max(n - answered, 0))
+        for i, one in enumerate((exact, rough)):
+            self.surprise[i] -= float(one[text].gather(1, ids[text, None]).sum())
+        self.read += n - len(p)
+
+    def line(self, name: str) -> str:
+        share, n = self.equal / self.tokens, self.tokens
+        middle = (share + 1.92 / n) / (1 + 3.84 / n)
+        half = 1.96 * math.sqrt(share * (1 - share) / n + 0.96 / n**2) / (1 + 3.84 / n)
+        exact, rough = (math.exp(one / max(self.read, 1)) for one in self.surprise)
+        return (
+            f"{name:<16}{n:>6.0f} tokens  KL {self.kl / n:.4f}  argmax {100 * share:.1f} % "
+            f"[{100 * (middle - half):.1f}, {100 * (middle + half):.1f}]  "
+            f"perplexity {exact:.3f} -> {rough:.3f} ({100 * (rough / exact - 1):+.2f} %)"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompts_directory", type=Path)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--kv", default=None)
+    asked = parser.parse_args()
+    path = resolve(asked.model, progress=print)
+    model, tokenizer = load_target(path, dtype=torch.float32, device="cpu"), load_tokenizer(path)
+    exact, rough = (
+        NativeBackend(model, BLOCK, NativeOptions(precision, kv))
+        for precision, kv in (("float32", None), ("int8", asked.kv))
+    )
+    ends = {int(tokenizer.eos_token_id)}
+    for one in (exact, rough):
+        one.allocate(2048 // BLOCK)
+    everything = Tally()
+    for file in sorted(asked.prompts_directory.glob("*.jsonl")):
+        tally = Tally()
+        for line in file.read_text(encoding="utf-8").splitlines()[: asked.prompts]:
+            message = [{"role": "user", "content": json.loads(line)["prompt"]}]
+            prompt = tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_dict=False
+            )[-1500:]
+            ids = answer(exact, prompt, asked.tokens, ends)
+            for done in range(0, len(ids) - 1, CHUNK):
+                end = min(done + CHUNK, len(ids) - 1)
+                known = torch.tensor(ids[done + 1 : end + 1])
+                answered = max(min(end + 1 - len(prompt), end - done), 0)
+                scores = [rows(one, ids, done, end).log_softmax(-1) for one in (exact, rough)]
+                for one in (tally, everything):
+                    one.add(scores[0], scores[1], known, answered)
+        print(tally.line(file.stem), flush=True)
+    print(everything.line("all"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Drafting beside verifying: how many groups, and how long a step waits for drafts. Pure.
+
+A round is drafted in D seconds somewhere else and verified in T seconds here. What is *ready* can
+be stepped now; of what is *under way* only an expectation is known. Loads are counted in sequences
+and in verify lengths that were usual in past rounds, never in what a draft in hand says: who is in
+a step may not depend on a token of it (design.md §4, L2). When a reply comes is a function of load
+and of the past as well; a drafter that delays one by what it drew is an authenticated liar, and no
+worse than one that lies about q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+# What a step costs is known to a few percent: another number of groups must promise more.
+CLEARLY = 0.05
+# Seconds of the shortest wait: a reply that is due this instant is not asked for in a busy loop.
+SHORTEST_S = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step holds. P: prefill tokens. R: decoding requests. drafts: tokens that are verified
+    for them, as usual. context: tokens of KV of all."""
+
+    P: int = 0
+    R: int = 0
+    drafts: float = 0.0
+    context: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.P + other.P,
+            self.R + other.R,
+            self.drafts + other.drafts,
+            self.context + other.context,
+        )
+
+    @property
+    def empty(self) -> bool:
+        return not (self.P or self.R)
+
+    @property
+    def plain(self) -> Load:
+        """The same without drafts."""
+        return replace(self, drafts=0.0)
+
+    def part(self, R: int) -> Load:
+        """What R of its requests bring."""
+        share = R / self.R if self.R else 0.0
+        return Load(0, R, self.drafts * share, round(self.context * share))
+
+
+# Seconds of a step; of an empty one 0.
+StepSeconds = Callable[[Load], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A part of a step, and the tokens that it should commit."""
+
+    load: Load = field(default_factory=Load)
+    tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What could be stepped now. again: of it, what is ready again as soon as it was stepped."""
+
+    load: Load = field(default_factory=Load)
+    tokens: float = 0.0
+    again: Work = field(default_factory=Work)
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Sequences whose drafts were asked for together. load: of the step that verifies them. tokens:
+    that it should commit. remaining_s: until they are here. late: it takes longer than it ever
+    should. hopeful: they were asked for whatever they are worth, to learn it or because an operator
+    said so; it is kept to until they are late."""
+
+    load: Load
+    tokens: float
+    remaining_s: float
+    late: bool = False
+    hopeful: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """wait_s: until the next look, 0 to step now. given_up: indices of those that step plainly."""
+
+    wait_s: float = 0.0
+    given_up: tuple[int, ...] = ()
+
+
+def remaining(expected_s: float, deviation_s: float, elapsed_s: float) -> tuple[float, bool]:
+    """(seconds until a reply, whether it is late), asked for `elapsed_s` ago.
+
+    Until the mean the rest of it; after that a deviation, or as long again as it is overdue. Beyond
+    one deviation it is late: nothing is known then but that it takes longer than ever, so a reply
+    that never comes looks further away with each look, and every wait for it ends.
+    """
+    if elapsed_s < expected_s:
+        return max(expected_s - elapsed_s, SHORTEST_S), False
+    overdue_s = elapsed_s - expected_s
+    return max(overdue_s, deviation_s, SHORTEST_S), overdue_s >= deviation_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second by the number of groups."""
+
+    one: float
+    two: float
+
+
+def rates(linked: Work, beside: Work, T: StepSeconds, D: Callable[[int], float]) -> Rates:
+    """What one and two groups of R requests that are drafted elsewhere commit. beside: what is in
+    every step anyway.
+
+    Two groups of R/2: while one is verified the other is drafted. The engine is busy all the time
+    if D is shorter than T, and a round takes both steps; else a group's round is its own step and
+    its drafts: max(2·T(R/2), T(R/2) + D(R/2)).
+    One group: all are verified, then all are drafted: T(R) + D(R). Meanwhile what is beside may be
+    stepped alone, and then they wait for the longer of both.
+    """
+    half = linked.load.part(ceil(linked.load.R / 2))
+    all_s, half_s = T(beside.load + linked.load), T(beside.load + half)
+    draft_s = D(linked.load.R)
+    both = linked.tokens + 2 * beside.tokens
+    idle = (linked.tokens + beside.tokens) / (all_s + draft_s)
+    filled = both / (all_s + max(T(beside.load), draft_s))
+    return Rates(max(idle, filled), both / max(2 * half_s, half_s + D(half.R)))
+
+
+def groups(now: int, R: int, rates: Rates) -> int:
+    """1 or 2: whichever commits more, the present number unless the other clearly does."""
+    if R < 2:
+        return 1
+    if now == 1:
+        return 2 if rates.two > (1 + CLEARLY) * rates.one else 1
+    return 1 if rates.one > (1 + CLEARLY) * rates.two else 2
+
+
+def pays(awaited: Awaited, beside: Load, T: StepSeconds) -> bool:
+    """Whether to wait on for drafts rather than step their sequences plainly with what is ready.
+
+    Tokens a second: with drafts they commit `tokens` by the end of δ + T, plainly R by the end of
+    a step without. With δ = D and nothing beside it is the rule by which drafts are asked for
+    (`askers`): Σ saving > D, so what was just asked for is not given up at once.
+    """
+    load = awaited.load
+    plain_s = T(beside + load.plain)
+    drafted_s = awaited.remaining_s + T(beside + load)
+    return awaited.tokens * plain_s >= load.R * drafted_s
+
+
+def joining(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds) -> float:
+    """Seconds to let ready work stand so that others join its step; 0 to step it now.
+
+    For W, all that should be here within δ, and S the ready work, of which A is ready again as soon
+    as it was stepped (nobody drafts for it, or a drafter in this process does):
+    now:  S runs while W is drafted, then W with A:  max(T(S), δ) + T(A ∪ W)
+    wait: nothing runs, then all together:           δ + T(S ∪ W)
+    The first commits A's tokens once more than the second; where A is empty both do the same, and
+    the one that ends sooner is better. What comes after S is done anyway, δ ≥ T(S), is not waited
+    for.
+    """
+    best, wait_s, together, tokens = 1.0, 0.0, Load(), 0.0
+    ready_s = T(ready.load)
+    for one in sorted(awaited, key=lambda a: a.remaining_s):
+        together += one.load
+        tokens += one.tokens
+        delta = one.remaining_s
+        if delta >= ready_s:
+            break
+        now_s = ready_s + T(ready.again.load + together)
+        later_s = delta + T(ready.load + together)
+        # Tokens a second of waiting by those of stepping now.
+        gain = (ready.tokens + tokens) * now_s / later_s
+        gain /= ready.tokens + tokens + ready.again.tokens
+        if gain > best:
+            best, wait_s = gain, delta
+    return wait_s
+
+
+def decide(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds, *, full: bool) -> Decision:
+    """What to do now with what is ready and what is under way.
+
+    Given up are late ones that do not pay any more, and with nothing ready the next ones to come if
+    they do not: until they are here the engine stands still. Those behind them are not judged yet:
+    what is stepped in between may hide their wait. Whoever gives up looks again with them ready.
+    full: as many as a group holds are ready, so none could join.
+    """
+    if not awaited:
+        return Decision()
+    first = min(range(len(awaited)), key=lambda i: awaited[i].remaining_s)
+    judged = [
+        i
+        for i, one in enumerate(awaited)
+        if one.late or (ready.load.empty and i == first and not one.hopeful)
+    ]
+    given_up = tuple(i for i in judged if not pays(awaited[i], ready.load, T))
+    if given_up:
+        return Decision(0.0, given_up)
+    if ready.load.empty:
+        return Decision(awaited[first].remaining_s)
+    return Decision(0.0 if full else joining(ready, awaited, T))
