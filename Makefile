@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types protos bench check-gpu
+.PHONY: help setup run up down test check lint types protos bench secrets check-gpu
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,11 +25,17 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade "pip>=25.1"  # --group is new in 25.1
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e ".[serve,cluster,bench]" --group dev
+	$(BIN)/python -m pip install -e ".[serve,cluster,telemetry,bench]" --group dev
 	touch $@
 
 run: setup ## Serve the default model on http://127.0.0.1:8000 (OpenAI) and gRPC 50051
 	$(BIN)/dspark serve
+
+up: setup ## A whole cluster of the default model here: separate pools, same addresses as run
+	$(BIN)/dspark up
+
+down: ## End the cluster that `make up` started
+	$(BIN)/dspark down
 
 test: setup ## Run the tests (without the slow and GPU ones)
 	$(BIN)/python -m pytest
@@ -48,6 +54,9 @@ protos: setup ## Write the generated code beside protos/dspark/v1/*.proto
 
 bench: setup ## Time what benchmarks/ measures
 	$(BIN)/python -m pytest benchmarks/bench_*.py --benchmark-only
+
+secrets: ## Make what docker-compose.yml needs and nobody may see (docs/deploy.md)
+	@sh infra/compose/make-secrets
 
 check-gpu: setup ## Run the tests that need a CUDA device, ten minutes at most
 	timeout 600 $(BIN)/python -m pytest -m gpu

@@ -56,8 +56,10 @@ EARLY = [
     (("--verify", "threshold:2"), "threshold:X (X in [0, 1])"),
     (("--gamma", "-1"), "gamma: -1 must be in [0, "),
     (("--gamma", "1000"), "gamma: 1000 must be in [0, "),
-    (("--dtype", "int8"), "dtype: 'int8' is not one of: float32, bfloat16"),
-    (("--backend", "native"), "backend: 'native' is not one of: transformers"),
+    (("--dtype", "int4"), "dtype: 'int4' is not one of: float32, bfloat16, int8"),
+    (("--dtype", "int8"), "dtype: the transformers backend has no int8"),
+    (("--backend", "vllm"), "backend: 'vllm' is not one of: transformers, native"),
+    (("--backend", "native", "--device", "cuda"), "device: the native backend runs on cpu"),
     (("--device", "tpu"), "device: 'tpu' is not one of: cpu, cuda, cuda:N"),
     (("--threads", "-1"), "threads: -1 must be in [0, "),
     (("--kv-tokens", "0"), "kv_tokens: 0 must be above 0"),
@@ -115,8 +117,8 @@ def test_an_unknown_command(dspark: Run) -> None:
 def test_other_commands_check_before_they_load_too(dspark: Run) -> None:
     chat = dspark("chat", "--model", "/no/model", "--top-p", 0)
     refused(chat, 2, "top_p: 0.0 must be in (0, 1]")
-    profile = dspark("profile", "--model", "/no/model", "--dtype", "int8")
-    refused(profile, 2, "dtype: 'int8' is not one of")
+    profile = dspark("profile", "--model", "/no/model", "--dtype", "int4")
+    refused(profile, 2, "dtype: 'int4' is not one of")
 
 
 def test_a_refusal_does_not_wait_for_torch() -> None:

@@ -212,8 +212,8 @@ def test_no_drafter(checkpoint: Path, config: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("backend", "native"),
-        ("dtype", "int8"),
+        ("backend", "vllm"),
+        ("dtype", "int4"),
         ("drafter", "magic"),
         ("device", "cuda:x"),
         ("device", ""),

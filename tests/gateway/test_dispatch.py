@@ -423,7 +423,7 @@ class Scripted:
         while True:
             yield await self.lists.get()
 
-    async def acquire(self, asked: LeaseRequest, timeout_s: float) -> Lease:
+    async def acquire(self, asked: LeaseRequest, timeout_s: float, traceparent: str) -> Lease:
         self.asked.append(asked)
         return self.says(asked)
 

@@ -30,6 +30,8 @@ from dspark.models.targets.attention import PaddedAttention
 from dspark.models.targets.backend import Backend, RaggedBatch
 from dspark.models.targets.features import FeatureProjection
 from dspark.models.targets.kv import PagedKV
+from dspark.models.targets.native import NativeBackend
+from dspark.models.targets.native.decoder import MODEL_TYPES
 from dspark.models.targets.transformers import TransformersBackend
 from dspark.scheduler import OnlineStepCost, StepCost
 from dspark.verifier.engine import Engine
@@ -56,7 +58,10 @@ class Contender:
     families: Collection[str]
 
 
-BACKENDS = [Contender("transformers", TransformersBackend, FAMILIES.keys())]
+BACKENDS = [
+    Contender("transformers", TransformersBackend, FAMILIES.keys()),
+    Contender("native", NativeBackend, MODEL_TYPES),
+]
 
 
 @dataclass(frozen=True)

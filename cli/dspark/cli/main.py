@@ -14,13 +14,20 @@ from dspark.cli.bench import app as bench
 from dspark.cli.calibrate import calibrate
 from dspark.cli.chat import chat
 from dspark.cli.data import app as data
+from dspark.cli.down import down
+from dspark.cli.drain import drain
 from dspark.cli.evaluate import app as evaluate
 from dspark.cli.generate import generate
 from dspark.cli.models import models
 from dspark.cli.profile import profile
+from dspark.cli.replica import replica
+from dspark.cli.scale import scale
 from dspark.cli.serve import serve
 from dspark.cli.simulate import simulate
+from dspark.cli.status import status
+from dspark.cli.top import top
 from dspark.cli.train import train
+from dspark.cli.up import up
 from dspark.core.errors import ConfigError, DsparkError, InvalidRequest
 
 # typer carries a click of its own and gives no name to the root of its usage errors.
@@ -38,6 +45,13 @@ app.command()(chat)
 app.command()(profile)
 app.command()(models)
 app.command()(serve)
+app.command()(replica)
+app.command()(up)
+app.command()(status)
+app.command()(top)
+app.command()(scale)
+app.command()(drain)
+app.command()(down)
 app.command()(train)
 app.command()(calibrate)
 app.command()(simulate)

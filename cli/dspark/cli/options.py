@@ -21,8 +21,15 @@ Model = Annotated[
         rich_help_panel=TARGET,
     ),
 ]
-Backend = Annotated[str, typer.Option("--backend", help="transformers.", rich_help_panel=TARGET)]
-DType = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.", rich_help_panel=TARGET)]
+Backend = Annotated[
+    str, typer.Option("--backend", help="transformers or native.", rich_help_panel=TARGET)
+]
+DType = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="float32, bfloat16, or int8 (native only).", rich_help_panel=TARGET
+    ),
+]
 Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda or cuda:N.", rich_help_panel=TARGET)
 ]

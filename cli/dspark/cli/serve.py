@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import shlex
 from pathlib import Path
@@ -131,10 +130,10 @@ def serve(
     if print_config:
         typer.echo(config.to_yaml(), nl=False)
         return
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     from dspark.deploy import serve as server
+    from dspark.telemetry.logs import set_up_logging
+
+    set_up_logging(config.log_level, config.telemetry.log_format, pool="serve")
 
     access = server.access(config)
     loaded = load_with_progress(config.target())
@@ -142,12 +141,12 @@ def serve(
     def ready(servers: Running) -> None:
         _tell(config, servers, chats=loaded.tokenizer.has_chat_template)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(server.serve(config, access, loaded, ready))
     say("stopped")
 
 
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     """uvloop's loop saves a third of a small round trip; where it is not to be had (Windows) the
     standard one serves."""
     try:

@@ -10,17 +10,18 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from dspark.core.replicas import VerifierCard
 from dspark.deploy.serve_config import Listen, ServeConfig
-from dspark.deploy.single import Loaded
+from dspark.deploy.single import Loaded, verifier_card
 from dspark.gateway.gateway import Gateway, ServedModel
 from dspark.gateway.keys import KeyRing
-from dspark.gateway.metrics import Metrics, reads
+from dspark.gateway.metrics import Metrics
 from dspark.gateway.openai.app import make_app
 from dspark.gateway.openai.door import Door
 from dspark.gateway.openai.server import HttpServer, serve_http
 from dspark.gateway.servicer import GenerationServicer
 from dspark.serving import GrpcServer, TlsFiles, listen, serve_grpc
+from dspark.telemetry.process import telemetry
+from dspark.telemetry.readings import read_engine
 from dspark.verifier.runner import EngineRunner
 from dspark.verifier.servicer import VerificationServicer
 
@@ -75,18 +76,20 @@ async def running(config: ServeConfig, access: Access, loaded: Loaded) -> AsyncI
     """
     tls = access.tls
     async with AsyncExitStack() as stack:
-        runner = await stack.enter_async_context(EngineRunner(loaded.engine))
+        told = await stack.enter_async_context(telemetry(config.telemetry, pool="serve"))
+        runner = await stack.enter_async_context(EngineRunner(loaded.engine, told.runs))
         gateway = Gateway(
             runner,
             loaded.tokenizer,
             _served_model(config, loaded),
-            metrics=Metrics(reads(loaded.engine)),
+            metrics=Metrics(partial(read_engine, loaded.engine), told.registry),
+            tracer=told.tracer,
             stall_timeout_s=loaded.engine.config.stall_timeout_s,
         )
         grpc_servers = partial(serve_grpc, tls=tls, drain_s=config.drain_s)
         verification = None
         if config.verification is not None:
-            servicer = VerificationServicer(runner, _card(config, loaded))
+            servicer = VerificationServicer(runner, verifier_card(loaded, config.served_name))
             verification = await stack.enter_async_context(
                 grpc_servers(servicer, *_where(config.verification))
             )
@@ -139,18 +142,4 @@ def _served_model(config: ServeConfig, loaded: Loaded) -> ServedModel:
         gamma=engine.config.gamma,
         verify=engine.config.verify,
         couple_unseeded=config.couple_unseeded,
-    )
-
-
-def _card(config: ServeConfig, loaded: Loaded) -> VerifierCard:
-    engine = loaded.engine
-    return VerifierCard(
-        model=config.served_name,
-        target_id=engine.target_id,
-        tokenizer_hash=loaded.tokenizer.tokenizer_hash,
-        backend=engine.backend_name,
-        limits=engine.limits,
-        block_size=engine.config.block_size,
-        max_sequences=engine.config.max_sequences,
-        max_waiting=engine.config.max_waiting,
     )

@@ -22,6 +22,7 @@ from dspark.deploy.single import TargetConfig
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.strict_file import Strict, read_strict, told
 from dspark.serving.tls import TlsFiles
+from dspark.telemetry.config import TelemetryConfig
 
 PREFIX = "DSPARK_"
 # Variables of other parts of dspark.
@@ -67,7 +68,7 @@ class ServeConfig(Strict):
     http, grpc: where to listen. verification: for gateways of other processes, off by default.
     keys: file of API keys and tenants; without one everybody may call. couple_unseeded: draw a
     seed for every request that has none (design.md §4, L3). drain_s: seconds that running requests
-    get when the server stops.
+    get when the server stops. telemetry: traces, metrics elsewhere than at /metrics, log format.
     """
 
     model: str = "smollm2-135m"
@@ -87,6 +88,7 @@ class ServeConfig(Strict):
     couple_unseeded: bool = False
     drain_s: float = Field(30.0, gt=0)
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @property
     def served_name(self) -> str:
@@ -101,12 +103,12 @@ class ServeConfig(Strict):
             device=self.device,
             drafter=self.drafter,
             threads=self.threads,
-            engine=_made("engine", EngineConfig, self.engine),
+            engine=made("engine", EngineConfig, self.engine),
         )
 
     def bounds(self) -> HttpConfig:
         """Raises ConfigError."""
-        return _made(
+        return made(
             "http_bounds",
             HttpConfig,
             self.http_bounds,
@@ -119,7 +121,8 @@ class ServeConfig(Strict):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
-def _made(name: str, kind: Callable[..., T], section: Strict, **rest: object) -> T:
+def made(name: str, kind: Callable[..., T], section: Strict, **rest: object) -> T:
+    """A section as the configuration that it stands for. Raises ConfigError naming the field."""
     try:
         return kind(**section.model_dump(), **rest)
     except ConfigError as error:

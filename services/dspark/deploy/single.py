@@ -14,19 +14,24 @@ from typing import TYPE_CHECKING
 
 from dspark.core.config import EngineConfig
 from dspark.core.errors import ConfigError
+from dspark.core.replicas import VerifierCard
 from dspark.models import load_target, resolve
 from dspark.models.cache import default_cache
 from dspark.scheduler import OnlineStepCost, Policy, StepCost, cost_key, hardware
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from dspark.core.drafts import Drafter
     from dspark.gateway.tokenizer import Tokenizer
     from dspark.models.drafters.drafting import ModelDrafter
     from dspark.models.targets.backend import Backend
     from dspark.verifier.engine import Engine
 
-BACKENDS = ("transformers",)
-DTYPES = ("float32", "bfloat16")
+# Backend -> what it computes in.
+PRECISIONS = {"transformers": ("float32", "bfloat16"), "native": ("float32", "int8")}
+BACKENDS = tuple(PRECISIONS)
+DTYPES = ("float32", "bfloat16", "int8")
 DRAFTERS = ("ngram", "none")
 MAX_THREADS = 1024  # more than any machine's cores; OpenMP dies of a number it cannot start
 
@@ -52,6 +57,11 @@ class TargetConfig:
         ):
             if value not in choices:
                 raise ConfigError(f"{name}: {value!r} is not one of: {', '.join(choices)}")
+        if self.dtype not in PRECISIONS[self.backend]:
+            raise ConfigError(
+                f"dtype: the {self.backend} backend has no {self.dtype}, it has: "
+                f"{', '.join(PRECISIONS[self.backend])}"
+            )
         if (
             not self.has_plain_drafter
             and "/" not in self.drafter
@@ -63,9 +73,16 @@ class TargetConfig:
             )
         if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError(f"device: {self.device!r} is not one of: cpu, cuda, cuda:N")
+        if self.backend == "native" and self.device != "cpu":
+            raise ConfigError(f"device: the native backend runs on cpu, not on {self.device!r}")
         if not 0 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"threads: {self.threads} must be in [0, {MAX_THREADS}]")
         Policy.parse(self.engine.verify)
+
+    @property
+    def weights_dtype(self) -> str:
+        """In which a checkpoint is loaded: int8 is made of float32."""
+        return "float32" if self.dtype == "int8" else self.dtype
 
     @property
     def has_plain_drafter(self) -> bool:
@@ -75,14 +92,15 @@ class TargetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine ready to run on `backend`, and the words to talk to it. profiled: the cost was
-    measured now. hardware, threads: what it was measured on."""
+    """An engine ready to run on `backend`, and the words to talk to it. layers: of the target.
+    profiled: the cost was measured now. hardware, threads: what it was measured on."""
 
     engine: Engine
     backend: Backend
     tokenizer: Tokenizer
     path: Path
     config: TargetConfig
+    layers: int
     cost: StepCost
     profiled: bool
     hardware: str
@@ -114,17 +132,17 @@ def load(
     from dspark.gateway.tokenizer import Tokenizer
     from dspark.models.drafters import load_drafter
     from dspark.models.drafters.target_tensors import TargetTensors
-    from dspark.models.targets.transformers import TransformersBackend
 
     progress = progress or Progress()
     if config.threads:
         torch.set_num_threads(config.threads)
     path = resolve(config.model, progress=progress.line)
     tokenizer = Tokenizer.load(path)
-    model = load_target(path, dtype=getattr(torch, config.dtype), device=config.device)
+    model = load_target(path, dtype=getattr(torch, config.weights_dtype), device=config.device)
+    layers = int(model.config.get_text_config().num_hidden_layers)
     # Before the backend lays the weights out anew.
     tensors = None if config.has_plain_drafter else TargetTensors.of(model)
-    backend = TransformersBackend(model, config.engine.block_size)
+    backend = open_backend(config, model, progress)
     if config.device == "cpu":
         machine, free = hardware(), free_bytes()
     else:
@@ -152,7 +170,40 @@ def load(
             progress=progress.line,
         )
     engine = make_engine(backend, config, cost, tokenizer.eos_ids, trained)
-    return Loaded(engine, backend, tokenizer, path, config, cost, profiled, machine, threads)
+    return Loaded(
+        engine, backend, tokenizer, path, config, layers, cost, profiled, machine, threads
+    )
+
+
+def verifier_card(loaded: Loaded, model: str) -> VerifierCard:
+    """What this engine says of itself to others. model: what requests call it."""
+    engine = loaded.engine
+    return VerifierCard(
+        model=model,
+        target_id=engine.target_id,
+        tokenizer_hash=loaded.tokenizer.tokenizer_hash,
+        backend=engine.backend_name,
+        limits=engine.limits,
+        block_size=engine.config.block_size,
+        max_sequences=engine.config.max_sequences,
+        max_waiting=engine.config.max_waiting,
+    )
+
+
+def open_backend(config: TargetConfig, model: PreTrainedModel, progress: Progress) -> Backend:
+    """The backend a configuration names, or transformers in float32 where the native one does not
+    fit the model or the machine: one line says why. Raises ModelError."""
+    from dspark.models.targets.transformers import TransformersBackend
+
+    if config.backend == "native":
+        from dspark.models.targets.native import NativeOptions, NativeUnavailable, open_native
+
+        options = NativeOptions(precision=config.dtype, threads=config.threads)
+        try:
+            return open_native(model, config.engine.block_size, options, progress.line)
+        except NativeUnavailable as why:
+            progress.line(f"the native backend does not serve here, transformers does: {why}")
+    return TransformersBackend(model, config.engine.block_size)
 
 
 def make_engine(

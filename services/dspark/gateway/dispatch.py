@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from types import TracebackType
 
@@ -24,9 +24,11 @@ from dspark.core.errors import (
 from dspark.core.leases import Lease, LeaseRequest
 from dspark.core.replicas import Member, Pool, Replica, VerifierCard
 from dspark.core.requests import Event, Finished, Request, SpeculationFigures
+from dspark.core.traces import TraceContext, sampled
 from dspark.gateway.links import Connect, Links
 from dspark.scheduler.store import lease_id
 from dspark.scheduling.client import LEASE_S, SchedulingClient
+from dspark.telemetry.tracing import Kind, Part, Tracer, error_type, part
 from dspark.verifier.blocks import ROOT, digest
 
 log = logging.getLogger(__name__)
@@ -52,10 +54,10 @@ class Dispatch:
 
     name: this gateway's replica id. epoch: of its membership, for its leases. lease_s: seconds that
     the scheduler has for a lease; then this chooses by itself. search_s: see SEARCH_S. clock:
-    seconds; deadlines are points on it.
+    seconds; deadlines are points on it. tracer: for requests that are traced.
 
-    members: verifiers that live, as last heard; they serve while no scheduler answers. local:
-    choices that were placed without it; replays: that went on elsewhere.
+    members: verifiers that live, as last heard; they serve while no scheduler answers. leased,
+    local: choices that were placed by it and without it; replays: that went on elsewhere.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class Dispatch:
         search_s: float = SEARCH_S,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.members: tuple[Member, ...] = ()
         self.links = Links(connect)
+        self.leased = 0
         self.local = 0
         self.replays = 0
         self._scheduler = scheduler
@@ -81,6 +85,7 @@ class Dispatch:
         self._search_s = search_s
         self._clock = clock
         self._rng = rng or random.Random()
+        self._tracer = tracer
         self._leases: dict[str, Lease] = {}
         self._running: Counter[str] = Counter()
         self._over: list[str] = []
@@ -105,6 +110,11 @@ class Dispatch:
         self._over += self._leases
         await self._give_back()
 
+    @property
+    def running(self) -> int:
+        """Choices in flight."""
+        return self._running.total()
+
     def leases(self) -> tuple[Lease, ...]:
         """Of choices in flight, for the gateway's heartbeats."""
         return tuple(self._leases.values())
@@ -117,34 +127,43 @@ class Dispatch:
         failed: set[str] = set()
         replay = losses = 0
         since = self._clock()
+        trace = sampled(request.traceparent) if self._tracer is not None else None
         while losses < MOST_LOSSES:
             attempt = request.attempt * REPLAYS_PER_ATTEMPT + replay
             this = replace(request, attempt=attempt, committed_ids=tuple(committed))
-            lease = await self._place(this, failed, since + self._search_s, first=not replay)
+            lease = await self._place(this, failed, since + self._search_s, trace, first=not replay)
             lost = Unavailable("it did not say how its run ended")
             figures, sent, had = SpeculationFigures(), False, len(committed)
-            try:
-                target = await asyncio.shield(self.links.use(lease.verifier))
-                async with aclosing(target.run(_leased(this, lease))) as events:
-                    async for event in events:
-                        sent = True
-                        if isinstance(event, Finished):
-                            if isinstance(event.error, Unavailable):
-                                lost = event.error
+            with self._span("run", this, trace) as span:
+                span.attributes["dspark.verifier"] = lease.verifier.replica_id
+                span.attributes["dspark.resumed_tokens"] = had
+                if span.traceparent:
+                    this = replace(this, traceparent=span.traceparent)
+                try:
+                    target = await asyncio.shield(self.links.use(lease.verifier))
+                    async with aclosing(target.run(_leased(this, lease))) as events:
+                        async for event in events:
+                            sent = True
+                            if isinstance(event, Finished):
+                                if isinstance(event.error, Unavailable):
+                                    lost = event.error
+                                    break
+                                if event.error is not None:
+                                    span.error = error_type(event.error)
+                                yield replace(event, speculation=earlier + event.speculation)
+                                return
+                            if event.index != len(committed):
+                                lost = Unavailable(f"token {event.index} came for {len(committed)}")
                                 break
-                            yield replace(event, speculation=earlier + event.speculation)
-                            return
-                        if event.index != len(committed):
-                            lost = Unavailable(f"token {event.index} came for {len(committed)}")
-                            break
-                        committed += event.ids
-                        figures += event.speculation
-                        yield event
-            except Unavailable as error:
-                lost = error
-            finally:
-                self.links.leave(lease.verifier)
-                self._leave(lease)
+                            committed += event.ids
+                            figures += event.speculation
+                            yield event
+                except Unavailable as error:
+                    lost = error
+                finally:
+                    self.links.leave(lease.verifier)
+                    self._leave(lease)
+                span.error = error_type(lost)
             if len(committed) > had:
                 since, losses = self._clock(), 0
                 failed.clear()
@@ -158,18 +177,47 @@ class Dispatch:
                 log.warning(told, request.request_id, len(committed), lost)
         raise Unavailable(f"{losses} verifiers were lost, one after another; the last: {lost}")
 
+    def _span(
+        self, what: str, request: Request, above: TraceContext | None
+    ) -> AbstractContextManager[Part]:
+        key = f"{what}/{request.choice}/{request.attempt}"
+        return part(self._tracer, above, f"dspark.{what}", key, Kind.CLIENT)
+
     async def _place(
-        self, request: Request, failed: set[str], give_up: float, *, first: bool
+        self,
+        request: Request,
+        failed: set[str],
+        give_up: float,
+        trace: TraceContext | None,
+        *,
+        first: bool,
     ) -> Lease:
         """A lease, or a verifier of our own choice if no scheduler answers. Waits a while for the
         first to appear. first: it was not accepted yet."""
+        with self._span("lease", request, trace) as span:
+            lease = await self._found(request, failed, give_up, span.traceparent, first=first)
+            span.attributes["dspark.verifier"] = lease.verifier.replica_id
+            span.attributes["dspark.by_scheduler"] = bool(lease.lease_id)
+        self._running[lease.verifier.replica_id] += 1
+        return lease
+
+    async def _found(
+        self,
+        request: Request,
+        failed: set[str],
+        give_up: float,
+        traceparent: str,
+        *,
+        first: bool,
+    ) -> Lease:
         while True:
             if self._closed:
                 raise Unavailable("this gateway is stopping")
             try:
-                lease = await self._acquire(request, failed)
+                lease = await self._acquire(request, failed, traceparent)
                 self._leases[lease.lease_id] = lease
-                break
+                self.leased += 1
+                return lease
             except DsparkError as error:
                 full = isinstance(error, Overloaded) and not first  # it may wait where it goes on
                 if isinstance(error, REFUSALS) and not full:
@@ -178,21 +226,18 @@ class Dispatch:
             chosen = self._choose(failed)
             if chosen is not None:
                 self.local += 1
-                lease = Lease("", request.request_id, request.tenant, chosen, 0, 0)
-                break
+                return Lease("", request.request_id, request.tenant, chosen, 0, 0)
             if self._clock() >= give_up:
                 raise Unavailable(f"no verifier is there: {why}")
             if request.deadline is not None and self._clock() >= request.deadline:
                 raise DeadlineExceeded("the deadline passed before a verifier was there")
             failed.clear()  # one that failed may be back
             await asyncio.sleep(SEARCH_EVERY_S)
-        self._running[lease.verifier.replica_id] += 1
-        return lease
 
-    async def _acquire(self, request: Request, failed: Collection[str]) -> Lease:
+    async def _acquire(self, request: Request, failed: Collection[str], traceparent: str) -> Lease:
         asked = self._asked(request, failed)
         try:
-            return await self._scheduler.acquire(asked, self._lease_s)
+            return await self._scheduler.acquire(asked, self._lease_s, traceparent)
         except BaseException:  # it may have been given all the same, to nobody
             self._over.append(lease_id(asked.request_id, asked.attempt))
             raise
@@ -278,4 +323,5 @@ class Dispatch:
 
 
 def _leased(request: Request, lease: Lease) -> Request:
-    return replace(request, lease=lease.lease_id, epoch=lease.verifier.epoch)
+    drafter = "" if lease.drafter is None else lease.drafter.replica_id
+    return replace(request, lease=lease.lease_id, epoch=lease.verifier.epoch, drafter=drafter)

@@ -12,13 +12,15 @@ from typing import TypeVar
 
 from dspark.core.config import EngineConfig
 from dspark.core.drafts import DrafterCard
-from dspark.core.errors import InvalidRequest, Overloaded
+from dspark.core.errors import DsparkError, InvalidRequest, Overloaded
 from dspark.core.requests import Limits, Request, Speculation, TokenLogprob, check_request
 from dspark.core.sampling import SamplingMode, SamplingParams
 from dspark.gateway.answers import Answer, Piece, Target, stream_answer
 from dspark.gateway.metrics import Metrics
 from dspark.gateway.prompts import Prompt
 from dspark.gateway.tokenizer import Tokenizer
+from dspark.telemetry.calls import Asked, watched
+from dspark.telemetry.tracing import Tracer, error_type
 
 # Pieces of one call that wait for its reader. Behind them the choice's own buffer fills, and then
 # its sequence pauses in the engine.
@@ -98,7 +100,8 @@ R = TypeVar("R")
 class Gateway:
     """Runs calls on a target. The servicer and the HTTP routes are two mappings onto this.
 
-    metrics: where every answer is measured. stall_timeout_s: see `hand`.
+    metrics: where every answer is measured. tracer: None traces nothing, and hands a call's trace
+    context on as it came. stall_timeout_s: see `hand`.
     """
 
     def __init__(
@@ -109,12 +112,14 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
         *,
         metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
         stall_timeout_s: float | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self.clock = clock
         self.metrics = metrics or Metrics()
+        self._tracer = tracer
         self._target = target
         self._stall_timeout_s = stall_timeout_s or EngineConfig().stall_timeout_s
 
@@ -192,24 +197,47 @@ class Gateway:
         Raises the DsparkError that ended the call; the other choices are cancelled then, as they
         are when the iterator is closed early.
         """
-        held = sum(map(len, call.resume.values()))
-        requests = await self._aside(call.prompt.size + held, self.requests, call)
-        yield Started(requests[0].request_id.partition("/")[2], requests[0].prompt_ids)
-        choices = [self._choice(request, call.protocol) for request in requests]
-        async with aclosing(choices[0] if len(choices) == 1 else merged(choices)) as outputs:
-            async for output in outputs:
-                yield output
+        call = replace(call, request_id=call.request_id or secrets.token_hex(12))
+        asked = Asked(
+            operation="text_completion" if call.prompt.chat is None else "chat",
+            model=self.model.name,
+            request_id=call.request_id,
+            sampling=call.sampling,
+            tenant=call.tenant,
+            protocol=call.protocol,
+            traceparent=call.traceparent,
+        )
+        with watched(asked, self.metrics, self._tracer) as watch:
+            held = sum(map(len, call.resume.values()))
+            call = replace(call, traceparent=watch.traceparent)
+            requests = await self._aside(call.prompt.size + held, self.requests, call)
+            yield Started(call.request_id, requests[0].prompt_ids)
+            choices = [self._choice(request, asked) for request in requests]
+            async with aclosing(choices[0] if len(choices) == 1 else merged(choices)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Answer):
+                        watch.answered(output)
+                    else:
+                        watch.chunk()
+                    yield output
 
-    async def _choice(self, request: Request, protocol: str) -> AsyncGenerator[Output, None]:
+    async def _choice(self, request: Request, asked: Asked) -> AsyncGenerator[Output, None]:
         held = index = len(request.committed_ids)
-        async with aclosing(stream_answer(self._target, self.tokenizer, request)) as events:
-            async for event in events:
-                if isinstance(event, Piece):
-                    yield Chunk(request.choice, index, event.ids, event.text, event.logprobs)
-                    index += len(event.ids)
-                else:
-                    self.metrics.answered(protocol, event.timing, len(event.token_ids) - held)
-                    yield event
+        metrics, call = self.metrics, (asked.operation, asked.model)
+        began = time.perf_counter()
+        try:
+            async with aclosing(stream_answer(self._target, self.tokenizer, request)) as events:
+                async for event in events:
+                    if isinstance(event, Piece):
+                        yield Chunk(request.choice, index, event.ids, event.text, event.logprobs)
+                        index += len(event.ids)
+                    else:
+                        made = len(event.token_ids) - held
+                        metrics.answered(asked.protocol, *call, event, made)
+                        yield event
+        except (DsparkError, asyncio.CancelledError) as error:
+            metrics.failed(*call, time.perf_counter() - began, error_type(error))
+            raise
 
 
 def _check_name(call: Call) -> None:

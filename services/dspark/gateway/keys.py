@@ -182,6 +182,11 @@ class KeyRing:
             raise ConfigError(f"{path}: tenants: no tenant has a key, so nobody could call")
         return cls(tenants)
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """By tenant, for the scheduler."""
+        return {tenant.name: tenant.share for tenant in (self._tenants or {}).values()}
+
     def authenticate(self, header: str | None) -> Tenant:
         """header: of `authorization`, "Bearer KEY". Raises `Unauthenticated`."""
         if self._tenants is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import grpc
@@ -17,6 +18,8 @@ from dspark.gateway.wire_servicer import (
     responses,
 )
 from dspark.serving import Calls, Context
+from dspark.serving.calls import metadata, traceparent_of
+from dspark.telemetry.logs import about
 from dspark.v1 import generation_pb2 as pb
 from dspark.v1 import generation_pb2_grpc as pb_grpc
 
@@ -39,14 +42,18 @@ CLIENT_GONE = grpc.StatusCode.CANCELLED.name
 
 
 class GenerationServicer(pb_grpc.GenerationServicer):
-    """A mapping onto a gateway, for those that `keys` knows. A `serving.Service`."""
+    """A mapping onto a gateway, for those that `keys` knows. A `serving.Service`. check: raises
+    Unavailable while no call is let in."""
 
     name = SERVICE
     options = OPTIONS
 
-    def __init__(self, gateway: Gateway, keys: KeyRing) -> None:
+    def __init__(
+        self, gateway: Gateway, keys: KeyRing, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._gateway = gateway
         self._keys = keys
+        self._check = check
         self._calls = Calls("this gateway")
         self._draining = False
 
@@ -62,25 +69,27 @@ class GenerationServicer(pb_grpc.GenerationServicer):
     # A coroutine that writes, where the types want a generator: one that is left at a `yield` when
     # the client hangs up is closed only when it is collected, and until then its request runs.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        gateway = self._gateway
-        async with self._call("Generate", context) as tenant:
-            with tenant.admit():
-                self._check_model(request.model)
-                call = call_from_wire(
-                    request,
-                    tenant,
-                    now=gateway.clock(),
-                    time_left_s=context.time_remaining(),
-                    traceparent=_metadata(context, "traceparent") or "",
-                )
-                async with aclosing(gateway.generate(call)) as outputs:
-                    async for response in responses(
-                        outputs,
-                        model=gateway.model.name,
-                        with_prompt_ids=request.return_prompt_ids,
-                        spend=tenant.spend,
-                    ):
-                        await gateway.hand(context.write(response))
+        gateway, name = self._gateway, request.request_id or secrets.token_hex(12)
+        with about(name):
+            async with self._call("Generate", context) as tenant:
+                with tenant.admit():
+                    self._check_model(request.model)
+                    call = call_from_wire(
+                        request,
+                        tenant,
+                        name,
+                        now=gateway.clock(),
+                        time_left_s=context.time_remaining(),
+                        traceparent=traceparent_of(context),
+                    )
+                    async with aclosing(gateway.generate(call)) as outputs:
+                        async for response in responses(
+                            outputs,
+                            model=gateway.model.name,
+                            with_prompt_ids=request.return_prompt_ids,
+                            spend=tenant.spend,
+                        ):
+                            await gateway.hand(context.write(response))
 
     async def CountTokens(
         self, request: pb.CountTokensRequest, context: Context
@@ -106,7 +115,8 @@ class GenerationServicer(pb_grpc.GenerationServicer):
                 async with self._calls.one(context):
                     if self._draining:
                         raise Unavailable("this gateway is stopping")
-                    yield self._keys.authenticate(_metadata(context, "authorization"))
+                    self._check()
+                    yield self._keys.authenticate(metadata(context, "authorization"))
                     counted.status = grpc.StatusCode.OK.name
             except grpc.aio.AbortError:
                 counted.status = context.code().name
@@ -116,10 +126,3 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         served = self._gateway.model.name
         if name not in ("", served):
             raise NotFound(f"model: {name[:80]!r} is not served here; {served!r} is")
-
-
-def _metadata(context: Context, name: str) -> str | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == name:
-            return value if isinstance(value, str) else None
-    return None

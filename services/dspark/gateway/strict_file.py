@@ -34,15 +34,20 @@ def read_strict(path: Path, model: type[Model]) -> Model:
 
 
 def told(error: ValidationError) -> str:
-    """What is wrong, field by field, without the values."""
-    return "; ".join(map(_told, error.errors(include_input=False, include_url=False)))
+    """What is wrong, field by field; a value only where it is a number beyond a limit."""
+    return "; ".join(map(_told, error.errors(include_url=False)))
+
+
+_LIMITS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
 def _told(problem: Any) -> str:
     where = ".".join(map(str, problem["loc"])) or "the file"
     if problem["type"] == "extra_forbidden":
         return f"{where}: is not a known field"
-    return f"{where}: {problem['msg']}"
+    if problem["type"] in _LIMITS:  # of the right type, so no secret in the wrong place
+        return f"{where}: {problem['msg']}, not {problem['input']}"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def _read(path: Path) -> Any:

@@ -28,6 +28,7 @@ from dspark.gateway.wire_verifier_client import (
     name_of,
     run_to_wire,
 )
+from dspark.serving import named, plain_words
 from dspark.v1 import verification_pb2 as pb
 from dspark.v1 import verification_pb2_grpc as pb_grpc
 
@@ -62,8 +63,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 class VerificationClient:
     """`async with VerificationClient("host:port") as target: ... target.run(request)`.
 
-    gateway: replica id, for the verifier's logs. buffered_events: of a run that its reader may lag
-    behind. clock: seconds; deadlines are points on it.
+    server_name: that its certificate carries in place of its host. expect: raises Unavailable for
+    one that may not be used. gateway: replica id, for the verifier's logs. buffered_events: of a
+    run that its reader may lag behind. clock: seconds; deadlines are points on it.
     """
 
     def __init__(
@@ -71,12 +73,16 @@ class VerificationClient:
         address: str,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        server_name: str = "",
+        expect: Callable[[Described], None] = lambda _: None,
         gateway: str = "",
         buffered_events: int = BUFFERED_EVENTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
         self._credentials = credentials
+        self._options = (*OPTIONS, *named(server_name))
+        self._expect = expect
         self._gateway = gateway
         self._buffered = buffered_events
         self._clock = clock
@@ -85,9 +91,9 @@ class VerificationClient:
 
     async def __aenter__(self) -> VerificationClient:
         if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self.address, OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self.address, self._options)
         else:
-            self._channel = grpc.aio.secure_channel(self.address, self._credentials, OPTIONS)
+            self._channel = grpc.aio.secure_channel(self.address, self._credentials, self._options)
         self._stub: pb_grpc.VerificationAsyncStub = pb_grpc.VerificationStub(self._channel)
         return self
 
@@ -109,9 +115,8 @@ class VerificationClient:
             ask = pb.DescribeRequest(protocol_version=PROTOCOL_VERSION)
             return described_from_wire(await self._stub.Describe(ask, timeout=CONNECT_S))
         except grpc.aio.AioRpcError as error:
-            raise Unavailable(
-                f"the verifier at {self.address} does not answer: {_reason(error)}"
-            ) from error
+            why = plain_words(_reason(error), secured=self._credentials is not None)
+            raise Unavailable(f"the verifier at {self.address} does not answer: {why}") from error
 
     async def run(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one choice, the last one `Finished`, with the error if it was refused or lost.
@@ -139,6 +144,7 @@ class VerificationClient:
 
     async def _connect(self) -> _Link:
         described = await self.describe()
+        self._expect(described)
         self._link = _Link(
             self._stub.Run(None),
             pb.GatewayHello(protocol_version=PROTOCOL_VERSION, gateway=self._gateway),

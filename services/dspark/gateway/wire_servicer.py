@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 
 from dspark.client.wire_client import (
@@ -16,13 +15,12 @@ from dspark.client.wire_client import (
 )
 from dspark.core.drafts import PROTOCOL_VERSION
 from dspark.core.errors import InvalidRequest
+from dspark.core.traces import cleaned
 from dspark.gateway.answers import Answer
 from dspark.gateway.gateway import Call, Chunk, Gateway, Output, Started
 from dspark.gateway.keys import Tenant
 from dspark.gateway.prompts import Prompt
 from dspark.v1 import generation_pb2 as pb
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def prompt_from_wire(wire: pb.Prompt) -> Prompt:
@@ -40,13 +38,15 @@ def prompt_from_wire(wire: pb.Prompt) -> Prompt:
 def call_from_wire(
     wire: pb.GenerateRequest,
     tenant: Tenant,
+    request_id: str,
     *,
     now: float,
     time_left_s: float | None,
     traceparent: str = "",
 ) -> Call:
-    """now: on the gateway's clock. time_left_s: of the gRPC call's own deadline, which holds beside
-    deadline_s. Raises InvalidRequest for what the nouns could not hold."""
+    """request_id: the wire's, or one that was made up. now: on the gateway's clock. time_left_s: of
+    the gRPC call's own deadline, which holds beside deadline_s. Raises InvalidRequest for what the
+    nouns could not hold."""
     left = math.inf if time_left_s is None else time_left_s
     if wire.HasField("deadline_s"):
         if not wire.deadline_s > 0:
@@ -65,7 +65,7 @@ def call_from_wire(
         sampling=sampling_from_wire(
             wire.sampling, n=wire.n if wire.HasField("n") else 1, stop=wire.stop
         ),
-        request_id=wire.request_id,
+        request_id=request_id,
         attempt=wire.attempt,
         tenant=tenant.name,
         priority=tenant.priority(wire.priority),
@@ -73,7 +73,7 @@ def call_from_wire(
         floor_tps=wire.floor_tps,
         speculation=speculation_from_wire(wire.speculation),
         resume=resume,
-        traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+        traceparent=cleaned(traceparent),
     )
 
 

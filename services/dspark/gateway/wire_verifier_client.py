@@ -53,6 +53,7 @@ def run_to_wire(request: Request, now: float) -> pb.Run:
             committed_ids=request.committed_ids,
             sampling=sampling_to_wire(request.sampling),
             speculation=speculation_to_wire(request.speculation),
+            drafter=pb.Replica(replica_id=request.drafter) if request.drafter else None,
             deadline_s=None if request.deadline is None else request.deadline - now,
             tenant=request.tenant,
             priority=request.priority,

@@ -3,16 +3,22 @@
 from dspark.serving.addresses import address_of, listen
 from dspark.serving.calls import Calls, Context
 from dspark.serving.grpc_server import DRAIN_S, GrpcServer, Service, serve_grpc
-from dspark.serving.tls import TlsFiles
+from dspark.serving.plain_words import plain_words
+from dspark.serving.ports import on_first_free
+from dspark.serving.tls import PeerFiles, TlsFiles, named
 
 __all__ = [
     "DRAIN_S",
     "Calls",
     "Context",
     "GrpcServer",
+    "PeerFiles",
     "Service",
     "TlsFiles",
     "address_of",
     "listen",
+    "named",
+    "on_first_free",
+    "plain_words",
     "serve_grpc",
 ]

@@ -58,13 +58,26 @@ class Calls:
             await self._idle.wait()
 
 
+def metadata(context: Context, name: str) -> str | None:
+    """What a call brought under this name."""
+    for key, value in context.invocation_metadata() or ():
+        if key == name:
+            return value if isinstance(value, str) else None
+    return None
+
+
+def traceparent_of(context: Context) -> str:
+    """The W3C trace context of a call, "" without one."""
+    return metadata(context, "traceparent") or ""
+
+
 async def _refuse(context: Context, error: Exception) -> None:
     gone = grpc.aio.InternalError  # what gRPC raises when there is nobody to write to any more
     if not isinstance(error, DsparkError | gone):
         log.error("a call failed", exc_info=error)
     wire = error_to_wire(error)
-    metadata = ((ERROR_METADATA, wire.SerializeToString()),)
+    trailing = ((ERROR_METADATA, wire.SerializeToString()),)
     try:
-        await context.abort(status_of(error), wire.message, metadata)
+        await context.abort(status_of(error), wire.message, trailing)
     except gone:
         raise asyncio.CancelledError from None

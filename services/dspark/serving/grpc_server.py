@@ -69,6 +69,10 @@ class GrpcServer:
         self._service = service
         self._health = health
 
+    async def say_ready(self) -> None:
+        """For one that was opened before it could serve: it can now."""
+        await self._health.say(True)
+
     async def refuse_new(self) -> None:
         """Say that nothing new is taken, and take nothing; what runs goes on, connections stay."""
         await self._health.stop()
@@ -91,16 +95,19 @@ async def serve_grpc(
     *,
     tls: TlsFiles | None = None,
     drain_s: float = DRAIN_S,
+    ready: bool = True,
 ) -> AsyncIterator[GrpcServer]:
-    """Serves inside the context and drains at its end. port 0: any free one.
+    """Serves inside the context and drains at its end. port 0: any free one. ready: what its health
+    says at first; with False it waits for `say_ready`.
 
     Raises ConfigError for an address that cannot be had and for TLS files that cannot be used.
     """
     credentials = None if tls is None else tls.credentials()
     server = grpc.aio.server(options=(*OPTIONS, *service.options))
     service.add_to(server)
-    health = Health()
-    await health.add_to(server, service.name)
+    health = Health(service.name)
+    health.add_to(server)
+    await health.say(ready)
     names = (service.name, health_servicer.NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     address = address_of(host, port)

@@ -11,14 +11,21 @@ NAME: str = health.SERVICE_NAME
 
 
 class Health:
-    """Serving from the first moment, of the server as a whole and of its service, until `stop`."""
+    """Of the server as a whole (the name "") and of its service: what `say` said last, until
+    `stop`."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str) -> None:
+        self._names = ("", service)
         self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
 
-    async def add_to(self, server: grpc.aio.Server, service: str) -> None:
-        await self._servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    def add_to(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def say(self, serving: bool) -> None:
+        """Who watches is told."""
+        status = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
         """Not serving from now on, for good; who watches is told."""

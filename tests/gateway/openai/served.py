@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -23,11 +23,12 @@ from transformers import PreTrainedTokenizerFast
 from dspark.gateway.answers import Target
 from dspark.gateway.gateway import Gateway, ServedModel
 from dspark.gateway.keys import KeyRing
-from dspark.gateway.metrics import Metrics, reads
+from dspark.gateway.metrics import Metrics
 from dspark.gateway.openai import Door, HttpConfig, HttpServer, make_app, serve_http
 from dspark.gateway.tokenizer import Tokenizer
 from dspark.models.targets.backend import RaggedBatch, StepOutput
 from dspark.serving import TlsFiles
+from dspark.telemetry.readings import read_engine
 from dspark.verifier.engine import Engine
 from dspark.verifier.runner import EngineRunner
 
@@ -224,7 +225,7 @@ def serve(
                 tokenizer(),
                 served,
                 clock,
-                metrics=Metrics(reads(engine)),
+                metrics=Metrics(partial(read_engine, engine)),
                 stall_timeout_s=stall_timeout_s,
             )
             app = make_app(gateway, keys or KeyRing(), door, bounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dspark.core.errors import InvalidRequest, NotFound
+from dspark.core.traces import cleaned
 from dspark.gateway.answers import Answer
 from dspark.gateway.gateway import Call, Chunk, Gateway, Output, Started, merged
 from dspark.gateway.openai.body import JSON, read_body
@@ -27,8 +27,7 @@ from dspark.gateway.openai.reply import Reply, attended
 from dspark.gateway.openai.schema import Asked, parse
 from dspark.gateway.openai.tokens import TokenTexts
 from dspark.gateway.prompts import Prompt
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+from dspark.telemetry.logs import about
 
 
 class Caller(Protocol):
@@ -95,32 +94,35 @@ class Completions(Generic[Asked]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front, request, id = self._front, Request(scope, receive), secrets.token_hex(12)
-        arrived = front.gateway.clock()
-        headers = {"x-request-id": id}
-        reply = Reply(send, scope["http_version"], headers, front.gateway.hand)
-        try:
-            front.door.check()
-            caller = front.caller(request)
-            with caller.admit():
-                asked = parse(self._asks, await read_body(request, front.config))
-                front.check_model(asked.model)
-                call = Call(
-                    prompt=Prompt(),
-                    protocol="http",
-                    sampling=asked.sampling,
-                    request_id=id,
-                    tenant=caller.name,
-                    priority=caller.priority(asked.priority or 0),
-                    deadline=None if asked.deadline is None else arrived + asked.deadline,
-                    floor_tps=asked.floor_tps or 0.0,
-                    speculation=asked.wishes,
-                    traceparent=traceparent(request),
-                )
-                await attended(self._answer(asked, call, caller, reply), receive, front.door)
-        except (ClientGone, ClientDisconnect):
-            pass
-        except Exception as error:
-            await reply.fail(failure(error))
+        reply = Reply(send, scope["http_version"], {"x-request-id": id}, front.gateway.hand)
+        with about(id):
+            try:
+                await self._serve(request, receive, reply, id)
+            except (ClientGone, ClientDisconnect):
+                pass
+            except Exception as error:
+                await reply.fail(failure(error))
+
+    async def _serve(self, request: Request, receive: Receive, reply: Reply, id: str) -> None:
+        front, arrived = self._front, self._front.gateway.clock()
+        front.door.check()
+        caller = front.caller(request)
+        with caller.admit():
+            asked = parse(self._asks, await read_body(request, front.config))
+            front.check_model(asked.model)
+            call = Call(
+                prompt=Prompt(),
+                protocol="http",
+                sampling=asked.sampling,
+                request_id=id,
+                tenant=caller.name,
+                priority=caller.priority(asked.priority or 0),
+                deadline=None if asked.deadline is None else arrived + asked.deadline,
+                floor_tps=asked.floor_tps or 0.0,
+                speculation=asked.wishes,
+                traceparent=cleaned(request.headers.get("traceparent", "")),
+            )
+            await attended(self._answer(asked, call, caller, reply), receive, front.door)
 
     async def _answer(self, asked: Asked, call: Call, caller: Caller, reply: Reply) -> None:
         front, prompts, sampling = self._front, asked.prompts, asked.sampling
@@ -179,11 +181,6 @@ async def stream(
             await reply.events(data + rendering.last(answers) if last else data, last=last)
         elif isinstance(output, Chunk) and (data := rendering.delta(output)):
             await reply.events(data)
-
-
-def traceparent(request: Request) -> str:
-    sent = request.headers.get("traceparent", "")
-    return sent if _TRACEPARENT.fullmatch(sent) else ""
 
 
 class Pages:
