@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from dspark.core.errors import ModelError
 from dspark.models.targets.attention import PaddedAttention, StepAttention, attend
 from dspark.models.targets.backend import RaggedBatch, StepOutput
 from dspark.models.targets.features import FeatureProjection
+from dspark.models.targets.fingerprint import fingerprint
 from dspark.models.targets.kv import PagedKV
 from dspark.models.targets.packed import can_pack, pack_linears, padded_rows
 
@@ -32,13 +32,13 @@ class TransformersBackend:
 
     def __init__(self, model: PreTrainedModel, block_size: int = 16) -> None:
         self._config = model.config.get_text_config()
-        _check_rows_stand_alone(self._config)
+        check_rows_stand_alone(self._config)
         AttentionInterface.register(ATTENTION_NAME, attend)
         model.set_attn_implementation(ATTENTION_NAME)
         self.block_size = block_size
         self._model = model.eval().requires_grad_(False)
         self._decoder: Any = model.base_model
-        self.target_id = _fingerprint(model, self._config)
+        self.target_id = fingerprint(model)
         self._packed = can_pack(model.device, model.dtype)
         if self._packed:
             pack_linears(model)
@@ -148,7 +148,7 @@ class TransformersBackend:
         }
 
 
-def _check_rows_stand_alone(config: Any) -> None:
+def check_rows_stand_alone(config: Any) -> None:
     """Raise `ModelError` for a model whose rows depend on more than their own sequence's past."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
@@ -160,16 +160,6 @@ def _check_rows_stand_alone(config: Any) -> None:
             )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ModelError("a model that attends to later tokens is not served: it cannot generate")
-
-
-def _fingerprint(model: PreTrainedModel, config: Any) -> str:
-    """Hash of the model's kind and vocabulary and of a sample of every weight."""
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(f"{config.model_type} {config.vocab_size}".encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten()[:16].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 @contextmanager

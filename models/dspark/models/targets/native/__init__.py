@@ -1,0 +1,7 @@
+"""The native backend: dense decoders on a CPU, in float32 or int8, rows bit-equal in any batch."""
+
+from dspark.models.targets.native.backend import NativeBackend, NativeOptions
+from dspark.models.targets.native.library import NativeUnavailable
+from dspark.models.targets.native.opening import open_native
+
+__all__ = ["NativeBackend", "NativeOptions", "NativeUnavailable", "open_native"]

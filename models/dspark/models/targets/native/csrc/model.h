@@ -1,0 +1,80 @@
+// A model: its matrices laid out for the kernels, its paged keys and values, its threads.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "dspark_native.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace dn {
+
+// Memory on its own pages, huge ones where the system has them; zeros when it comes.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes);
+  ~Buffer();
+  Buffer(Buffer &&other) noexcept : at_(other.at_), bytes_(other.bytes_) { other.at_ = nullptr; }
+  Buffer &operator=(Buffer &&other) noexcept;
+
+  template <class T>
+  T *as() const { return static_cast<T *>(at_); }
+  size_t bytes() const { return at_ ? bytes_ : 0; }
+  // At least so large; what it held is lost if it grows.
+  void grow(size_t bytes);
+
+ private:
+  void *at_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+struct Layer {
+  std::unique_ptr<dn_matrix> qkv, out, gate_up, down;
+  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
+  int window = 0;
+};
+
+}  // namespace dn
+
+struct dn_matrix {
+  const dn::Kernels *kernels;
+  bool int8;
+  int n, k, groups, panels, panel;
+  std::vector<float> bias;
+  dn::Buffer packed;
+};
+
+struct dn_model {
+  dn_config config;
+  const dn::Kernels *kernels;
+  const float *embedding;
+  std::vector<dn::Layer> layers;
+  std::vector<float> final_norm;
+  std::unique_ptr<dn_matrix> head;
+  std::unique_ptr<dn::Pool> pool;
+  int64_t blocks = 0;
+  std::vector<dn::Buffer> keys, values;  // by layer
+  // Of a step, kept between steps.
+  dn::Buffer hidden, normed, qkv, attended, gate_up, gated, wide, int8, scale, minus128, partials,
+      scratch;
+
+  size_t kv_size() const { return config.half_kv ? 2 : 4; }
+  size_t block_numbers() const {
+    return static_cast<size_t>(config.kv_heads) * config.head_dim * config.block_size;
+  }
+};
+
+namespace dn {
+
+std::unique_ptr<dn_matrix> pack(Pool &, const Kernels *, bool int8, const float *w, int n, int k,
+                                const float *bias);
+void run_step(dn_model &, const dn_batch &);
+void run_products(dn_model &, int B, int L, float *logits);
+double bandwidth(dn_model &);
+double arithmetic(dn_model &);
+void multiply(dn_model &, const dn_matrix &, const float *x, int rows, float *out);
+
+}  // namespace dn

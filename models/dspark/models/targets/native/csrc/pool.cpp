@@ -1,0 +1,139 @@
+#include "pool.h"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace dn {
+namespace {
+
+constexpr uint64_t kItems = (1u << 20) - 1;
+// Turns of a waiting loop before it lets others have the core, and how long a thread without work
+// stays awake: much longer costs others a core, shorter a wake-up every step.
+constexpr int kSpins = 2000;
+constexpr auto kAwake = std::chrono::microseconds(300);
+
+uint64_t all_items(uint64_t ticket) { return ticket >> 20 & kItems; }
+uint64_t taken_items(uint64_t ticket) { return ticket & kItems; }
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Denormal numbers cost tens of times a normal operation. Every thread of a step flushes them, or
+// results would depend on who computed what; afterwards the caller has its own mode again.
+class FlushDenormals {
+ public:
+#if defined(__x86_64__)
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | (uint64_t{1} << 24)));
+  }
+  ~FlushDenormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
+}  // namespace
+
+Pool::Pool(int threads) {
+  for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (auto &worker : workers_) worker.join();
+}
+
+void Pool::run(const std::vector<Phase> &phases) {
+  FlushDenormals flushed;
+  next_ = phases.data();
+  end_ = next_ + phases.size();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    running_ = true;
+  }
+  wake_.notify_all();
+  open_next();
+  for (int idle = 0; running_.load(std::memory_order_acquire);) {
+    if (take(0)) idle = 0;
+    else if (++idle < kSpins) relax();
+    else std::this_thread::yield();
+  }
+}
+
+// By whoever finished the phase before. What it writes is published by the ticket.
+void Pool::open_next() {
+  while (next_ != end_ && next_->items == 0) next_++;
+  if (next_ == end_) {
+    running_.store(false, std::memory_order_release);
+    return;
+  }
+  open_ = next_++;
+  done_.store(0, std::memory_order_relaxed);
+  ticket_.store(++number_ << 40 | static_cast<uint64_t>(open_->items) << 20,
+                std::memory_order_release);
+}
+
+// Takes and runs one item; false if none is left to take.
+bool Pool::take(int thread) {
+  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  do {
+    if (taken_items(ticket) >= all_items(ticket)) return false;
+  } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                          std::memory_order_acquire));
+  // The phase cannot end before this item is done, so open_ is the phase of the ticket.
+  open_->run(static_cast<int>(taken_items(ticket)), thread);
+  const int all = static_cast<int>(all_items(ticket));
+  if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == all) open_next();
+  return true;
+}
+
+void Pool::work(int thread) {
+  FlushDenormals flushed;
+  while (sleep_until_work()) {
+    auto since = std::chrono::steady_clock::now();
+    for (int idle = 0;;) {
+      if (take(thread)) {
+        idle = 0;
+        continue;
+      }
+      if (++idle < kSpins) {
+        relax();
+        continue;
+      }
+      if (running_.load(std::memory_order_acquire)) {
+        std::this_thread::yield();
+        since = std::chrono::steady_clock::now();
+      } else if (stop_ || std::chrono::steady_clock::now() - since > kAwake) {
+        break;
+      }
+    }
+  }
+}
+
+bool Pool::sleep_until_work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  wake_.wait(lock, [this] { return running_ || stop_; });
+  return !stop_;
+}
+
+}  // namespace dn

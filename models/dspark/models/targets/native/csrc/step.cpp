@@ -1,0 +1,436 @@
+// One step: the phases of every layer, put together once and run by the pool.
+#include <algorithm>
+#include <cstring>
+
+#include "model.h"
+
+namespace dn {
+namespace {
+
+// Bytes of weights that an item of a product reads at least, and items a thread gets at most.
+constexpr size_t kItemBytes = 32 << 10;
+constexpr int kItemsPerThread = 8;
+constexpr int kQueriesPerItem = 48;
+// Sequences with at most so many new tokens may have their keys shared out among threads.
+constexpr int kFewRows = 16;
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+class Step {
+ public:
+  // most: rows of any product, if some has more than B.
+  Step(dn_model &model, int B, int most = 0)
+      : m_(model), c_(model.config), k_(*model.kernels), B_(B) {
+    const size_t rows = std::max(B, most);
+    q_width_ = c_.heads * c_.head_dim;
+    kv_width_ = c_.kv_heads * c_.head_dim;
+    qkv_width_ = q_width_ + 2 * kv_width_;
+    m_.hidden.grow(sizeof(float) * rows * c_.width);
+    m_.normed.grow(sizeof(float) * rows * c_.width);
+    m_.qkv.grow(sizeof(float) * rows * qkv_width_);
+    m_.attended.grow(sizeof(float) * rows * q_width_);
+    m_.gate_up.grow(sizeof(float) * rows * 2 * c_.inner);
+    m_.gated.grow(sizeof(float) * rows * c_.inner);
+    // Whole cache lines a thread, or two would write to one.
+    scratch_floats_ = (attend_scratch(c_.head_dim) + 2 * kQueriesPerItem * (c_.head_dim + 2)) / 16 *
+                          16 + 32;
+    m_.scratch.grow(sizeof(float) * scratch_floats_ * m_.pool->threads());
+    make_room(std::max({c_.width, q_width_, c_.inner}), rows);
+  }
+
+  // For `rows` rows of k inputs in int8.
+  void make_room(int k, size_t rows) {
+    const size_t groups = ceil_div(k, kGroup);
+    m_.int8.grow(rows * groups * kGroup);
+    m_.scale.grow(sizeof(float) * rows * groups);
+    m_.minus128.grow(sizeof(int32_t) * rows * groups);
+  }
+
+  void run() { m_.pool->run(phases_); }
+
+  void embed(const int32_t *ids) {
+    rows(B_, [=, this](int row) {
+      std::memcpy(hidden(row), m_.embedding + static_cast<size_t>(ids[row]) * c_.width,
+                  sizeof(float) * c_.width);
+    });
+  }
+
+  void attention_block(int index, const dn_batch &b) {
+    const Layer &layer = m_.layers[index];
+    norm_rows(B_, nullptr, layer.attention_norm, *layer.qkv);
+    product(*layer.qkv, m_.normed.as<float>(), B_, m_.qkv.as<float>(), qkv_width_, false);
+    store_keys(index, b);
+    attend(index, b);
+    quantise_rows(B_, m_.attended.as<float>(), *layer.out);
+    product(*layer.out, m_.attended.as<float>(), B_, m_.hidden.as<float>(), c_.width, true);
+  }
+
+  void mlp_block(int index) {
+    const Layer &layer = m_.layers[index];
+    norm_rows(B_, nullptr, layer.mlp_norm, *layer.gate_up);
+    product(*layer.gate_up, m_.normed.as<float>(), B_, m_.gate_up.as<float>(), 2 * c_.inner,
+            false);
+    gate_rows(*layer.down);
+    product(*layer.down, m_.gated.as<float>(), B_, m_.hidden.as<float>(), c_.width, true);
+  }
+
+  void head(int L, const int32_t *which, float *logits) {
+    if (!L) return;
+    norm_rows(L, which, m_.final_norm, *m_.head);
+    product(*m_.head, m_.normed.as<float>(), L, logits, c_.vocab, false);
+  }
+
+  // Everything of a step that multiplies by weights, on whatever is in the buffers.
+  void products(int L, float *logits) {
+    for (const Layer &layer : m_.layers) {
+      product(*layer.qkv, m_.normed.as<float>(), B_, m_.qkv.as<float>(), qkv_width_, false);
+      product(*layer.out, m_.attended.as<float>(), B_, m_.hidden.as<float>(), c_.width, false);
+      product(*layer.gate_up, m_.normed.as<float>(), B_, m_.gate_up.as<float>(), 2 * c_.inner,
+              false);
+      product(*layer.down, m_.gated.as<float>(), B_, m_.hidden.as<float>(), c_.width, false);
+    }
+    if (L) product(*m_.head, m_.normed.as<float>(), L, logits, c_.vocab, false);
+  }
+
+  // The hidden rows that projections read, after `layer` (-1: the embeddings).
+  void tap(int layer, const dn_batch &b) {
+    for (int p = 0; p < b.projections && b.F; p++) {
+      const dn_projection &one = b.projection[p];
+      for (int j = 0; j < one.layers; j++) {
+        if (one.layer_ids[j] != layer) continue;
+        float *to = concatenated(b, p) + static_cast<size_t>(j) * c_.width;
+        const size_t ld = static_cast<size_t>(one.layers) * c_.width;
+        rows(b.F, [=, this, &b](int row) {
+          std::memcpy(to + row * ld, hidden(b.feature_rows[row]), sizeof(float) * c_.width);
+        });
+      }
+    }
+  }
+
+  void project(const dn_batch &b) {
+    for (int p = 0; p < b.projections && b.F; p++) {
+      const dn_projection &one = b.projection[p];
+      const int n = one.matrix ? one.matrix->n : one.layers * c_.width;
+      if (one.matrix) product(*one.matrix, concatenated(b, p), b.F, one.out, n, false);
+      if (one.norm)
+        rows(b.F, [=, this](int row) {
+          float *out = one.out + static_cast<size_t>(row) * n;
+          k_.norm(out, one.norm, one.eps, n, out);
+        });
+    }
+  }
+
+  void prepare_taps(const dn_batch &b) {
+    size_t floats = 0;
+    for (int p = 0; p < b.projections; p++)
+      floats += static_cast<size_t>(b.F) * b.projection[p].layers * c_.width;
+    m_.wide.grow(sizeof(float) * floats);
+  }
+
+  void product(const dn_matrix &w, const float *x, int rows, float *out, long ld, bool add) {
+    Product p{};
+    p.weight = w.packed.as<void>();
+    p.bias = w.bias.empty() ? nullptr : w.bias.data();
+    p.n = w.n;
+    p.k = w.k;
+    p.add = add;
+    p.x = x;
+    p.rows8 = {m_.int8.as<int8_t>(), m_.scale.as<float>(), m_.minus128.as<int32_t>(), w.groups};
+    p.rows = rows;
+    p.out = out;
+    p.ld_out = ld;
+    // As many items as keep the threads even, but none so small that taking it costs more.
+    const size_t panel_bytes = w.packed.bytes() / w.panels;
+    const int threads = m_.pool->threads();
+    const int at_least = threads == 1 ? w.panels
+                                      : static_cast<int>((kItemBytes + panel_bytes - 1) /
+                                                         panel_bytes);
+    const int items = std::clamp(w.panels / std::max(at_least, 1), 1, kItemsPerThread * threads);
+    const auto run = w.int8 ? w.kernels->multiply_i8 : w.kernels->multiply_f32;
+    const int panels = w.panels;
+    phases_.push_back({items, [=](int item, int) {
+                         run(p, static_cast<int>(static_cast<int64_t>(panels) * item / items),
+                             static_cast<int>(static_cast<int64_t>(panels) * (item + 1) / items));
+                       }});
+  }
+
+  void quantise_rows(int count, const float *x, const dn_matrix &for_matrix) {
+    if (!for_matrix.int8) return;
+    const int k = for_matrix.k;
+    rows(count, [=, this](int row) { quantise(row, x + static_cast<size_t>(row) * k, k); });
+  }
+
+ private:
+  float *hidden(int row) const {
+    return m_.hidden.as<float>() + static_cast<size_t>(row) * c_.width;
+  }
+
+  float *concatenated(const dn_batch &b, int projection) const {
+    if (!b.projection[projection].matrix) return b.projection[projection].out;
+    float *at = m_.wide.as<float>();
+    for (int p = 0; p < projection; p++)
+      at += static_cast<size_t>(b.F) * b.projection[p].layers * c_.width;
+    return at;
+  }
+
+  void quantise(int row, const float *x, int k) const {
+    const size_t groups = ceil_div(k, kGroup);
+    k_.quantise(x, k, m_.int8.as<int8_t>() + row * groups * kGroup,
+                m_.scale.as<float>() + row * groups, m_.minus128.as<int32_t>() + row * groups);
+  }
+
+  // A phase over rows, several a turn where there are many.
+  template <class F>
+  void rows(int count, F f) {
+    const int items = std::min(count, 4 * m_.pool->threads());
+    phases_.push_back({items, [=](int item, int) {
+                         const int end = static_cast<int>(int64_t{count} * (item + 1) / items);
+                         for (int row = static_cast<int>(int64_t{count} * item / items); row < end;
+                              row++)
+                           f(row);
+                       }});
+  }
+
+  // Rows `which` (or all) of hidden, normed and made ready for a product.
+  void norm_rows(int count, const int32_t *which, const std::vector<float> &weight,
+                 const dn_matrix &for_matrix) {
+    const float *w = weight.data();
+    const bool int8 = for_matrix.int8;
+    rows(count, [=, this](int row) {
+      float *out = m_.normed.as<float>() + static_cast<size_t>(row) * c_.width;
+      k_.norm(hidden(which ? which[row] : row), w, c_.norm_eps, c_.width, out);
+      if (int8) quantise(row, out, c_.width);
+    });
+  }
+
+  void gate_rows(const dn_matrix &down) {
+    const bool int8 = down.int8;
+    const int n = c_.inner;
+    rows(B_, [=, this](int row) {
+      const float *both = m_.gate_up.as<float>() + static_cast<size_t>(row) * 2 * n;
+      float *out = m_.gated.as<float>() + static_cast<size_t>(row) * n;
+      k_.gate(both, both + n, n, out);
+      if (int8) quantise(row, out, n);
+    });
+  }
+
+  void *pool_at(const Buffer &pool, int64_t block, int kv_head) const {
+    const size_t head = static_cast<size_t>(c_.head_dim) * c_.block_size;
+    return pool.as<char>() + (block * m_.block_numbers() + kv_head * head) * m_.kv_size();
+  }
+
+  // Norms and rotates queries and keys, and stores keys and values in their blocks.
+  void store_keys(int index, const dn_batch &b) {
+    const Layer *layer = &m_.layers[index];
+    const dn_batch *batch = &b;
+    rows(B_, [=, this](int row) {
+      const int hd = c_.head_dim, half = hd / 2;
+      float *q = m_.qkv.as<float>() + static_cast<size_t>(row) * qkv_width_;
+      float *key = q + q_width_, *value = key + kv_width_;
+      const size_t at = static_cast<size_t>(batch->positions[row]) * half;
+      for (int h = 0; h < c_.heads + c_.kv_heads; h++) {
+        const auto &norm = h < c_.heads ? layer->q_norm : layer->k_norm;
+        if (!norm.empty()) k_.norm(q + h * hd, norm.data(), c_.norm_eps, hd, q + h * hd);
+        k_.rotate(q + h * hd, batch->cos + at, batch->sin + at, hd);
+      }
+      const int r = static_cast<int>(std::upper_bound(batch->query_start,
+                                                      batch->query_start + batch->R + 1, row) -
+                                     batch->query_start) - 1;
+      const int t = batch->context_len[r] + row - batch->query_start[r];
+      const int64_t block =
+          batch->block_table[static_cast<size_t>(r) * batch->table_width + t / c_.block_size];
+      for (int h = 0; h < c_.kv_heads; h++)
+        k_.store_kv(key + h * hd, value + h * hd, hd, c_.block_size, t % c_.block_size,
+                    c_.half_kv != 0, pool_at(m_.keys[index], block, h),
+                    pool_at(m_.values[index], block, h));
+    });
+  }
+
+  // An item of attention: of a sequence and KV heads [head, heads), queries [begin, end) (one is a
+  // row and one of the heads that share a KV head) over partitions [first, last). partial >= 0:
+  // only computed, at this offset of `partials`, since the partitions of one head are shared out.
+  struct Item {
+    int sequence, head, heads, begin, end, first, last;
+    int64_t partial;
+    int64_t work() const { return int64_t{heads - head} * (end - begin) * (last - first); }
+  };
+
+  void attend(int index, const dn_batch &b) {
+    const Layer *layer = &m_.layers[index];
+    const dn_batch *batch = &b;
+    plan_attention(layer->window, b);
+    const auto items = items_;
+    phases_.push_back({static_cast<int>(items->size()), [=, this](int item, int thread) {
+                         attend_item(*layer, index, *batch, (*items)[item], thread);
+                       }});
+    const auto shared = shared_;
+    phases_.push_back({static_cast<int>(shared->size()), [=, this](int item, int thread) {
+                         merge_item(*batch, (*shared)[item], thread);
+                       }});
+  }
+
+  int total(const dn_batch &b, int r) const {
+    return b.context_len[r] + b.query_start[r + 1] - b.query_start[r];
+  }
+
+  // Layers with the same window have the same items.
+  void plan_attention(int window, const dn_batch &b) {
+    if (items_ && window == planned_window_) return;
+    planned_window_ = window;
+    items_ = std::make_shared<std::vector<Item>>();
+    shared_ = std::make_shared<std::vector<Item>>();
+    const int group = c_.heads / c_.kv_heads, threads = m_.pool->threads();
+    int whole = 0;
+    for (int r = 0; r < b.R; r++)
+      whole += c_.kv_heads *
+               ceil_div((b.query_start[r + 1] - b.query_start[r]) * group, kQueriesPerItem);
+    int64_t partial = 0;
+    for (int r = 0; r < b.R; r++) {
+      const int count = b.query_start[r + 1] - b.query_start[r];
+      const int low = window ? std::max(b.context_len[r] - window + 1, 0) : 0;
+      const int first = low / kPartition, last = ceil_div(total(b, r), kPartition);
+      const bool share = threads > 1 && whole < 4 * threads && count <= kFewRows &&
+                         last - first > 1;
+      // With sequences enough for all threads, one item does all heads of a sequence.
+      const bool together = b.R >= 4 * threads && count * group <= kQueriesPerItem;
+      const int step = together ? c_.kv_heads : 1;
+      for (int h = 0; h < c_.kv_heads && count; h += step) {
+        if (!share) {
+          for (int q = 0; q < count * group; q += kQueriesPerItem)
+            items_->push_back(
+                {r, h, h + step, q, std::min(q + kQueriesPerItem, count * group), first, last, -1});
+          continue;
+        }
+        shared_->push_back({r, h, h + 1, 0, count * group, first, last, partial});
+        const int parts = std::min(last - first, 4 * threads);
+        for (int i = 0; i < parts; i++) {
+          const int from = first + (last - first) * i / parts;
+          const int to = first + (last - first) * (i + 1) / parts;
+          items_->push_back({r, h, h + 1, 0, count * group, from, to,
+                             partial + int64_t{from - first} * count * group});
+        }
+        partial += int64_t{last - first} * count * group;
+      }
+    }
+    m_.partials.grow(sizeof(float) * partial * (c_.head_dim + 2));
+    // Long items first, so that the end is even.
+    std::stable_sort(items_->begin(), items_->end(),
+                     [](const Item &a, const Item &c) { return a.work() > c.work(); });
+  }
+
+  float *scratch(int thread) const { return m_.scratch.as<float>() + thread * scratch_floats_; }
+
+  float *attended(const dn_batch &b, const Item &item, int kv_head, int query) const {
+    const int group = c_.heads / c_.kv_heads;
+    const size_t row = b.query_start[item.sequence] + query / group;
+    return m_.attended.as<float>() + row * q_width_ +
+           (kv_head * group + query % group) * c_.head_dim;
+  }
+
+  void attend_item(const Layer &layer, int index, const dn_batch &b, const Item &item,
+                   int thread) const {
+    const int hd = c_.head_dim, ld = hd + 2;
+    Attention a{};
+    a.keys = m_.keys[index].as<void>();
+    a.values = m_.values[index].as<void>();
+    a.table = b.block_table + static_cast<size_t>(item.sequence) * b.table_width;
+    a.block_size = c_.block_size;
+    a.kv_heads = c_.kv_heads;
+    a.head_dim = hd;
+    a.window = layer.window;
+    a.scale = c_.query_scale;
+    a.length = total(b, item.sequence);
+    float *work = scratch(thread);
+    float *merged = work + attend_scratch(hd), *partial = merged + kQueriesPerItem * ld;
+    for (a.kv_head = item.head; a.kv_head < item.heads; a.kv_head++)
+      for (int begin = item.begin; begin < item.end; begin += kQueriesPerItem) {
+        Query queries[kQueriesPerItem];
+        const int count = std::min(kQueriesPerItem, item.end - begin);
+        fill(b, item, a.kv_head, begin, count, queries);
+        const bool only = item.partial >= 0;
+        const int sees = queries[count - 1].index + 1;
+        // Shared partitions are all written, also those that these queries do not see.
+        const int last = only ? item.last : std::min(item.last, ceil_div(sees, kPartition));
+        for (int i = 0; i < count && !only; i++) start_merge(merged + i * ld, hd);
+        for (int p = item.first; p < last; p++) {
+          a.next_kv_head = a.kv_head + (p + 1 == last);
+          a.next_partition = p + 1 < last ? p + 1 : a.next_kv_head < item.heads ? item.first : -1;
+          float *to = only ? partials_of(item, p, begin - item.begin) : partial;
+          k_.attend(a, queries, count, p, c_.half_kv != 0, work, to);
+          for (int i = 0; i < count && !only; i++)
+            k_.merge(merged + i * ld, partial + i * ld, hd);
+        }
+        for (int i = 0; i < count && !only; i++)
+          k_.finish(merged + i * ld, hd, attended(b, item, a.kv_head, begin + i));
+      }
+  }
+
+  void fill(const dn_batch &b, const Item &item, int kv_head, int begin, int count,
+            Query *queries) const {
+    const int group = c_.heads / c_.kv_heads;
+    for (int i = 0; i < count; i++) {
+      const int row = (begin + i) / group, head = kv_head * group + (begin + i) % group;
+      queries[i].q = m_.qkv.as<float>() +
+                     static_cast<size_t>(b.query_start[item.sequence] + row) * qkv_width_ +
+                     head * c_.head_dim;
+      queries[i].index = b.context_len[item.sequence] + row;
+    }
+  }
+
+  float *partials_of(const Item &item, int partition, int query) const {
+    const int64_t row = int64_t{partition - item.first} * (item.end - item.begin) + query;
+    return m_.partials.as<float>() + (item.partial + row) * (c_.head_dim + 2);
+  }
+
+  void merge_item(const dn_batch &b, const Item &item, int thread) const {
+    const int hd = c_.head_dim;
+    float *merged = scratch(thread);
+    for (int i = 0; i < item.end - item.begin; i++) {
+      start_merge(merged, hd);
+      for (int p = item.first; p < item.last; p++) k_.merge(merged, partials_of(item, p, i), hd);
+      k_.finish(merged, hd, attended(b, item, item.head, i));
+    }
+  }
+
+  dn_model &m_;
+  const dn_config &c_;
+  const Kernels &k_;
+  int B_, q_width_, kv_width_, qkv_width_;
+  size_t scratch_floats_;
+  int planned_window_ = 0;
+  std::shared_ptr<std::vector<Item>> items_, shared_;
+  std::vector<Phase> phases_;
+};
+
+}  // namespace
+
+void run_step(dn_model &model, const dn_batch &b) {
+  Step step(model, b.B, std::max(b.L, b.F));
+  step.prepare_taps(b);
+  step.embed(b.token_ids);
+  step.tap(-1, b);
+  for (int i = 0; i < model.config.layers; i++) {
+    step.attention_block(i, b);
+    step.mlp_block(i);
+    step.tap(i, b);
+  }
+  step.project(b);
+  step.head(b.L, b.logit_rows, b.logits);
+  step.run();
+}
+
+void run_products(dn_model &model, int B, int L, float *logits) {
+  Step step(model, B, L);
+  step.products(L, logits);
+  step.run();
+}
+
+void multiply(dn_model &model, const dn_matrix &w, const float *x, int rows, float *out) {
+  Step step(model, rows);
+  step.make_room(w.k, rows);
+  step.quantise_rows(rows, x, w);
+  step.product(w, x, rows, out, w.n, false);
+  step.run();
+}
+
+}  // namespace dn
