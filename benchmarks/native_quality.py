@@ -4,7 +4,7 @@
 
 For each file the first prompts are answered greedily in float32. Both precisions then read prompts
 and answers: KL(float32 || int8) and equal argmaxes over the answers (with a 95 % Wilson interval),
-and perplexity of the prompts' own text.
+and perplexity of the answers and of the prompts' own text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.kl = self.equal = self.tokens = self.read = 0.0
-        self.surprise = [0.0, 0.0]
+        self.surprise = {"answers": [0.0, 0.0], "prompts": [0.0, 0.0]}
 
     def add(
         self, exact: torch.Tensor, rough: torch.Tensor, ids: torch.Tensor, answered: int
@@ -69,20 +69,24 @@ class Tally:
         self.kl += float((p * (exact[mine] - rough[mine])).sum())
         self.equal += float((exact[mine].argmax(-1) == rough[mine].argmax(-1)).sum())
         self.tokens += len(p)
-        text = slice(0, max(n - answered, 0))
         for i, one in enumerate((exact, rough)):
-            self.surprise[i] -= float(one[text].gather(1, ids[text, None]).sum())
+            surprise = -one.gather(1, ids[:, None])[:, 0]
+            self.surprise["answers"][i] += float(surprise[mine].sum())
+            self.surprise["prompts"][i] += float(surprise[: mine.start].sum())
         self.read += n - len(p)
 
     def line(self, name: str) -> str:
         share, n = self.equal / self.tokens, self.tokens
         middle = (share + 1.92 / n) / (1 + 3.84 / n)
         half = 1.96 * math.sqrt(share * (1 - share) / n + 0.96 / n**2) / (1 + 3.84 / n)
-        exact, rough = (math.exp(one / max(self.read, 1)) for one in self.surprise)
+        told = ""
+        for text, count in (("answers", n), ("prompts", max(self.read, 1))):
+            exact, rough = (math.exp(one / count) for one in self.surprise[text])
+            told += f"  {text} {exact:.3f} -> {rough:.3f} ({100 * (rough / exact - 1):+.2f} %)"
         return (
             f"{name:<16}{n:>6.0f} tokens  KL {self.kl / n:.4f}  argmax {100 * share:.1f} % "
             f"[{100 * (middle - half):.1f}, {100 * (middle + half):.1f}]  "
-            f"perplexity {exact:.3f} -> {rough:.3f} ({100 * (rough / exact - 1):+.2f} %)"
+            f"perplexity{told}"
         )
 
 
@@ -117,8 +121,8 @@ def main() -> None:
                 known = torch.tensor(ids[done + 1 : end + 1])
                 answered = max(min(end + 1 - len(prompt), end - done), 0)
                 scores = [rows(one, ids, done, end).log_softmax(-1) for one in (exact, rough)]
-                for one in (tally, everything):
-                    one.add(scores[0], scores[1], known, answered)
+                for sums in (tally, everything):
+                    sums.add(scores[0], scores[1], known, answered)
         print(tally.line(file.stem), flush=True)
     print(everything.line("all"))
 

@@ -94,7 +94,8 @@ class Replica:
 
 @dataclass
 class Valkey:
-    """A server of the cluster's own at a socket that stays the same. It forgets all when it ends."""
+    """A server of the cluster's own at a socket that stays the same; what ends it ends its
+    memory."""
 
     directory: Path
     password: str = ""

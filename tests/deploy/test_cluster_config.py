@@ -108,8 +108,11 @@ def test_relative_paths_begin_at_the_files_folder(
         tls: {ca: ca.pem, certificate: c.pem, key: /k.pem}
         gateway: {keys: keys.yaml}
         store: {password_file: secret, url: "redis://h"}
+        telemetry: {otlp: {endpoint: "https://h:4317", ca: otlp.pem}}
         """,
     )
+    assert config.telemetry.otlp is not None
+    assert config.telemetry.otlp.ca == str(tmp_path / "otlp.pem")
     assert config.model == str(tmp_path / "tiny")
     assert config.tls is not None
     assert (config.tls.ca, config.tls.key) == (str(tmp_path / "ca.pem"), "/k.pem")

@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from dspark.client import Client, Retry
-from dspark.core.status import VerifierLoad
 from dspark.deploy.one_replica import FENCED
 from dspark.scheduling.client import SchedulingClient
 
@@ -46,20 +45,17 @@ def of(processes: Processes, pool: str) -> list[Replica]:
     return [r for r in processes.replicas if r.pool == pool and r.process.poll() is None]
 
 
-def busy(processes: Processes) -> Replica:
-    """A verifier that has runs now, as it says itself; the scheduler knows."""
+def freeze(processes: Processes, verifier: Replica) -> None:
+    """Until the cluster has forgotten it: all streams then run elsewhere."""
+    verifier.signal(signal.SIGSTOP)
     (scheduler,) = of(processes, "scheduler")
-    found: list[str] = []
 
-    async def look() -> bool:
+    async def is_forgotten() -> bool:
         async with SchedulingClient([scheduler.address], call_s=PATIENCE_S) as client:
-            for one in (await client.status()).members:
-                if isinstance(one.load, VerifierLoad) and one.load.running:
-                    found.append(one.member.replica.replica_id)
-        return bool(found)
+            members = (await client.status()).members
+        return verifier.name not in {one.member.replica.replica_id for one in members}
 
-    until(lambda: asyncio.run(look()))
-    return next(replica for replica in of(processes, "verifier") if replica.name in found)
+    until(lambda: asyncio.run(is_forgotten()))
 
 
 @dataclass
@@ -120,10 +116,13 @@ def test_a_request_over_http(processes: Processes) -> None:
 def test_sigterm_drains_a_verifier_and_its_streams_go_on_elsewhere(
     processes: Processes, undisturbed: dict[str, tuple[int, ...]]
 ) -> None:
+    """There is another soon enough: one that the cluster had given up."""
     (gateway,) = of(processes, "gateway")
+    first, second = of(processes, "verifier")
+    freeze(processes, second)
     streams = Streams(gateway.address).begin()
-    first = busy(processes)
     first.signal(signal.SIGTERM)
+    second.signal(signal.SIGCONT)
     assert first.ended() == 0
     assert streams.end() == undisturbed, "no token is lost or said twice"
     assert "goes on elsewhere" in gateway.log
@@ -135,9 +134,12 @@ def test_a_verifier_that_is_killed_costs_no_stream(
 ) -> None:
     (gateway,) = of(processes, "gateway")
     processes.start("verifier")
+    first, second = of(processes, "verifier")
+    freeze(processes, second)
     moved = gateway.log.count("goes on elsewhere")
     streams = Streams(gateway.address).begin()
-    busy(processes).kill()
+    first.kill()
+    second.signal(signal.SIGCONT)
     assert streams.end() == undisturbed
     assert gateway.log.count("goes on elsewhere") > moved
 

@@ -135,15 +135,14 @@ class LocalCompose:
         text = re.sub(r"^bind .*$", f"bind {redis.address}", text, flags=re.MULTILINE)
         (self.directory / "valkey/valkey.conf").write_text(self.here(redis, text))
 
-        config = yaml.safe_load((INFRA / "compose/cluster.yaml").read_text())
-        config |= {"model": str(self.model), "served_name": "tiny", "drain_s": 2}
+        nowhere = Container("deploy", "0.0.0.0", self.directory)
+        text = self.here(nowhere, (INFRA / "compose/cluster.yaml").read_text())
+        config = yaml.safe_load(text)
+        config |= {"model": str(self.model), "served_name": "tiny"}
         config["verifier"] |= {"threads": 1, "engine": {"kv_tokens": 8192, "max_step_tokens": 64}}
         for pool in ("scheduler", "gateway"):  # of the others each finds a port of its own
             config[pool]["host"] = self.address(pool)
-        nowhere = Container("deploy", "0.0.0.0", self.directory)
-        (self.directory / "cluster.yaml").write_text(
-            self.here(nowhere, yaml.safe_dump(config, sort_keys=False))
-        )
+        (self.directory / "cluster.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
         programs = self.directory / "bin"
         programs.mkdir()

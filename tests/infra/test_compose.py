@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from dspark.deploy.cluster_config import POOLS, read_cluster
+from dspark.deploy.ray.serve_config import serve_config
 
 from .tools import INFRA, ROOT, compose_binary, run
 
@@ -178,14 +179,19 @@ def test_deploy_waits_for_what_it_needs_and_nothing_waits_for_itself() -> None:
     assert all(set(waits[pool]) == {"ray-head"} for pool in POOLS)
 
 
-def test_a_node_has_time_to_drain(services: dict[str, Any]) -> None:
-    for name, service in services.items():
-        if name in RAY:
-            node_s = float(service["environment"]["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-            replica_s = read_cluster(INFRA / "compose/cluster.yaml").drain_s
-            assert replica_s < node_s
-            assert service["stop_grace_period"] == "1m0s"
-            assert node_s < 60
+def test_a_node_that_is_told_to_stop_drains_its_replica_at_once(services: dict[str, Any]) -> None:
+    """Serve ends a replica on a node that drains when no more is left of the node's time than the
+    replica may take; on a node that has more, it waits for a replacement that cannot come."""
+    config = read_cluster(INFRA / "compose/cluster.yaml")
+    for application in serve_config(config)["applications"]:
+        service = services[application["name"]]
+        node_s = float(service["environment"]["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        (deployment,) = application["deployments"]
+        assert config.drain_s < node_s <= deployment["graceful_shutdown_timeout_s"]
+        assert service["stop_grace_period"] == "1m0s"
+        assert node_s < 60
+    # What runs there never leaves: waiting for it would be in vain.
+    assert services["ray-head"]["environment"]["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
 
 
 def test_what_observes_is_asked_for() -> None:
@@ -212,7 +218,7 @@ def test_tls_files_go_to_who_speaks_and_nothing_else_changes() -> None:
     plain, secured = rendered(PLAIN)["services"], rendered(TLS)["services"]
     for name, service in secured.items():
         mounted = [v for v in service.get("volumes", []) if v["target"] == "/run/tls"]
-        assert bool(mounted) == (name in POOLS)
+        assert bool(mounted) == (name in RAY)
         assert all(volume["read_only"] for volume in mounted)
         others = [v for v in service.get("volumes", []) if v not in mounted]
         assert others == plain[name].get("volumes", [])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 
 from dspark.client import Client
 
-from ..cli.conftest import make_checkpoint
+from ..cli.conftest import DSPARK, make_checkpoint
 from .local_compose import PATIENCE_S, LocalCompose, local_compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -79,10 +81,10 @@ def test_no_secret_is_in_a_command_line_or_a_log(compose: LocalCompose) -> None:
 
 def test_a_second_drafter_node_gets_a_drafter_by_itself(compose: LocalCompose) -> None:
     """`docker compose up --scale drafter=2`."""
-    assert members(compose, "drafter") == 1
+    assert ready(compose, "drafter") == 1
     node = compose.start("drafter")
     compose.until_healthy(node)
-    until_members(compose, "drafter", 2)
+    until_ready(compose, "drafter", 2)
 
 
 def test_a_node_that_is_stopped_leaves_and_serving_goes_on(compose: LocalCompose) -> None:
@@ -91,7 +93,7 @@ def test_a_node_that_is_stopped_leaves_and_serving_goes_on(compose: LocalCompose
     assert node.service == "drafter"
     node.process.terminate()
     node.process.wait(PATIENCE_S)
-    until_members(compose, "drafter", 1)
+    until_ready(compose, "drafter", 1)
     test_http_and_grpc_answer_alike(compose)
 
 
@@ -103,21 +105,22 @@ def test_down_leaves_no_process(compose: LocalCompose) -> None:
     assert compose.processes() == {}
 
 
-def members(compose: LocalCompose, pool: str) -> int:
-    """Ready replicas of a pool, as a scheduler's metrics page has it."""
-    for port in range(9464, 9480):
-        try:
-            page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
-        except httpx.HTTPError:
-            continue
-        for line in page.splitlines():
-            if line.startswith(f'dspark_members{{pool="{pool}",state="ready"}}'):
-                return int(float(line.rpartition(" ")[2]))
-    return -1
+def ready(compose: LocalCompose, pool: str) -> int:
+    """Replicas of a pool, by `docker compose exec ray-head dspark status`."""
+    head = compose.one("ray-head")
+    told = subprocess.run(
+        [str(DSPARK), "status", f"--address=http://{head.address}:8265", "--json"],
+        env=compose.environment(head),
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
+    assert told.returncode in (0, 1), told.stderr
+    replicas = json.loads(told.stdout)["pools"][pool]["replicas"]
+    return sum(replica["state"] == "ready" for replica in replicas)
 
 
-def until_members(compose: LocalCompose, pool: str, count: int) -> None:
+def until_ready(compose: LocalCompose, pool: str, count: int) -> None:
     end = time.monotonic() + PATIENCE_S
-    while members(compose, pool) != count:
-        assert time.monotonic() < end, f"{members(compose, pool)} of pool {pool}, not {count}"
-        time.sleep(0.2)
+    while (found := ready(compose, pool)) != count:
+        assert time.monotonic() < end, f"{found} of pool {pool} are ready, not {count}"
+        time.sleep(0.5)

@@ -187,14 +187,18 @@ def test_probes_are_our_own_and_name_ports_that_are_there(resources: list[Resour
     assert gateway["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
 
 
-def test_a_pod_has_time_to_drain(resources: list[Resource]) -> None:
-    for pool in POOLS:
-        spec = groups(resources)[pool]["template"]["spec"]
+def test_a_pod_that_is_told_to_stop_drains_its_replica_at_once(resources: list[Resource]) -> None:
+    """As test_compose.py has it for containers."""
+    told = yaml.safe_load(one(resources, "RayService")["spec"]["serveConfigV2"])
+    for application in told["applications"]:
+        spec = groups(resources)[application["name"]]["template"]["spec"]
         (container,) = spec["containers"]
         environment = {e["name"]: e["value"] for e in container["env"]}
         node_s = float(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        (deployment,) = application["deployments"]
         *_, hook_s = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert 30 < node_s < float(hook_s) < spec["terminationGracePeriodSeconds"]
+        assert 30 < node_s <= deployment["graceful_shutdown_timeout_s"]
+        assert node_s < float(hook_s) < spec["terminationGracePeriodSeconds"]
 
 
 def test_secrets_are_referred_to_and_never_given(resources: list[Resource]) -> None:

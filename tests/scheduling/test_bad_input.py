@@ -182,7 +182,7 @@ async def test_a_report_that_the_store_would_not_take_keeps_nobody_out(store: St
     counts = [4_000_000_000] * 20 * 64
     table = pb.VerdictCounts(drafter_id="d", mode=1, bins=20, reached=counts, accepted=counts)
     large = [pb.TenantReport(tenant=f"{i}", verdicts=[table]) for i in range(100)]
-    async with scene(store, report_ttl_s=60.0) as of:
+    async with scene(store, ttl_s=60.0, report_ttl_s=60.0) as of:
         call, other = of.stub.Follow(), of.stub.Follow()
         for number in range(20):
             await call.write(of.report(number, tenants=large))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,7 +159,7 @@ async def test_drafters_are_adopted_as_they_come_and_dismissed_as_they_go(store:
             await until(lambda: v.links == {"d1"})
             assert [source.name for source in engine.drafters.values()] == ["d1"]
         await until(lambda: not v.links)
-        assert not await v.runner.between_steps(lambda e: e.makes(FEATURES))
+        assert not await v.runner.between_steps(lambda e: e.versions.made(FEATURES))
         assert await v.say(ask("alone again")) == EXPECTED
         assert not engine.desk.faults
 
@@ -202,6 +202,42 @@ async def test_links_outlive_the_scheduler_and_what_it_knew(store: Store) -> Non
         assert v.adoption.links["d1"] is link
         assert link.figures.connected == 1
         assert await v.say(ask("b")) == EXPECTED
+
+
+class Told(SchedulingClient):
+    """A scheduler that lists what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__(["nowhere:1"])
+        self.lists: asyncio.Queue[tuple[Member, ...]] = asyncio.Queue()
+
+    async def watch(self, pools: Any = ()) -> AsyncGenerator[tuple[Member, ...], None]:
+        while True:
+            yield await self.lists.get()
+
+
+async def test_of_those_that_are_listed_no_more_only_dead_ones_are_dismissed(store: Store) -> None:
+    engine = toy_engine(ToyBackend(RULE, V), clock=time.monotonic)
+    told = Told()
+    async with (
+        scheduling(store) as at,
+        drafting(at.address, "d1") as one,
+        EngineRunner(engine) as runner,
+        Adoption(told, runner, card_of(engine), "v1", LAYERS, connect=patiently) as adoption,
+    ):
+        adoption.begin_life(1)
+        async with drafting(at.address, "d2") as two:
+            members = tuple(
+                Member(Pool.DRAFTER, Replica(name, replica.address, 1), replica.drafter.card)
+                for name, replica in (("d1", one), ("d2", two))
+            )
+            told.lists.put_nowait(members)
+            await until(lambda: set(adoption.links) == {"d1", "d2"})
+            link = adoption.links["d1"]
+            told.lists.put_nowait(())
+        await until(lambda: "d2" not in adoption.links)  # its server has ended
+        assert adoption.links["d1"] is link
+        assert set(engine.drafters) == {"d1"}
 
 
 async def test_one_that_does_not_fit_is_left_out(

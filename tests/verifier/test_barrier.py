@@ -72,9 +72,9 @@ def in_hand(number: int, draft: Draft) -> DraftInHand:
     return DraftInHand(number, draft, survival(draft.confidence_logits, np.ones(2)))
 
 
-def a_sequence() -> Sequence:
+def a_sequence(temperature: float = 1.0) -> Sequence:
     """One that is decoding: its anchor is all that is uncomputed."""
-    asked = request("a", [A], SamplingParams())
+    asked = request("a", [A], SamplingParams(temperature=temperature))
     state = SequenceState(asked, eos_ids=(), max_tokens_total=100, arrival=1)
     state.commit([A])
     state.computed = 1
@@ -218,6 +218,19 @@ def test_a_plan_from_the_past_is_used_for_drafts_that_are_newer() -> None:
     for number, ids in ((2, (A, A)), (3, (B, A))):
         sequence.draft = in_hand(number, draft_of(ids))
         assert planner.plan([item_of(sequence)]).lengths == [2]
+    assert planner.local_plans == 0
+
+
+@pytest.mark.parametrize(("temperature", "lengths"), [(1.0, [0]), (0.0, [2])])
+def test_the_past_binds_a_draft_only_where_the_barrier_is(
+    temperature: float, lengths: list[int]
+) -> None:
+    """K of a draft that was worth nothing is 0; a greedy draft is looked at as it is."""
+    planner, sequence = ours("top-k"), a_sequence(temperature)
+    sequence.draft = in_hand(1, draft_of((B, A)))
+    planner.learn([item_of(sequence)], StepPlan([0], 0, 1, 1, 1, 100.0), seconds=100.0)
+    sequence.draft = in_hand(2, draft_of((A, A)))
+    assert planner.plan([item_of(sequence)]).lengths == lengths
     assert planner.local_plans == 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dspark.core.drafts import DrafterCard
-from dspark.core.errors import InvalidRequest, ModelError
+from dspark.core.errors import ConfigError, InvalidRequest, ModelError
 from dspark.core.requests import Speculation
 from dspark.models.targets.features import FeatureProjection
 from dspark.verifier.drafters import Drafters, Promise
@@ -109,6 +109,11 @@ def test_a_negative_block_is_refused() -> None:
         roster(d1=trained("one")).promise(
             request("a", [1], greedy(), speculation=Speculation(gamma=-1)), 7
         )
+
+
+def test_a_link_may_not_take_the_name_of_a_local_drafter() -> None:
+    with pytest.raises(ConfigError, match="'ngram' is the name"):
+        roster(lookup()).add("ngram", trained("one"))
 
 
 def test_readers_of_other_threads_see_a_whole_list() -> None:
@@ -232,9 +237,9 @@ def test_what_nobody_reads_any_more_is_forgotten() -> None:
     of.submit(request("b", [5, 3, 8, 1] * 8, greedy(30)))
     of.step(5)
     of.engine.dismiss("d0")
-    assert of.engine.makes(OLD.feature_id), "a sequence still has them"
+    assert of.engine.versions.made(OLD.feature_id), "a sequence still has them"
     of.drain()
-    assert not of.engine.makes(OLD.feature_id)
+    assert not of.engine.versions.made(OLD.feature_id)
     assert features.widths() == {}
     # What was cached with them serves tokens; they are not taken for features when it comes back.
     take(of, "d1", version(world, OLD, "old"), OLD)

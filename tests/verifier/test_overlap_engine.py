@@ -324,16 +324,50 @@ def in_steps(draft_s: float, n: int = 8) -> tuple[RemoteScene, list[set[str]]]:
     return of, steps[4:-4]
 
 
-def test_two_groups_really_alternate() -> None:
-    """D = 40 ms beside T(64) = 42 and T(32) = 26 ms: one group takes 82 ms a round, two 66."""
-    of, steps = in_steps(0.040)
+@pytest.mark.parametrize(
+    ("draft_s", "round_s", "still_s"), [(0.040, 0.066, 0.014), (0.021, 0.052, 0)]
+)
+def test_two_groups_really_alternate(draft_s: float, round_s: float, still_s: float) -> None:
+    """Beside T(64) = 42 and T(32) = 26 ms one group takes 42 ms and D a round. With D = 40 ms a
+    group is back 14 ms after the other is verified, with 21 ms before that: then all eight are
+    ready, and those that have been for longest go first."""
+    of, steps = in_steps(draft_s)
     for one, next_one in itertools.pairwise(steps):
         assert len(one) == 4
         assert not one & next_one
-    # Of a round's 66 ms the engine stands still for 66 - 2 · 26 = 14.
     figures = of.engine.figures
-    assert figures.draft_wait_s / of.world.now == pytest.approx(14 / 66, abs=0.05)
-    assert of.world.now / (figures.steps / 2) == pytest.approx(0.066, rel=0.05)
+    assert figures.draft_wait_s / of.world.now == pytest.approx(still_s / round_s, abs=0.05)
+    assert of.world.now / (figures.steps / 2) == pytest.approx(round_s, rel=0.05)
+
+
+def test_a_ready_sequence_waits_for_one_that_is_nearly_there() -> None:
+    """Two replicas, one a millisecond slower; steps cost the same for one sequence and for two."""
+    world = World()
+    of = remote_scene(RULE, V, world, table={1: 0.030, 64: 0.030}, verify="fixed:7")
+    for name, seconds in (("d0", 0.005), ("d1", 0.006)):
+        adopt(of, name, ScriptedLink(world, honest(), after(seconds)))
+    ask(of, 2)
+    check(of, 2)
+    widths = of.engine._backend.widths  # type: ignore[attr-defined]
+    assert widths[4:-6] == [2] * len(widths[4:-6])
+
+
+def test_of_more_than_a_group_those_go_first_that_are_ready_for_longest() -> None:
+    of, _, world = linked(after(0.040), max_sequences=8, kv_tokens=8192)
+    for _ in range(10):
+        of.engine.drafters["d0"].cost.observe(8, 0.040)
+        of.engine.drafters["d0"].cost.observe(4, 0.040)
+    of.submit(*(request(str(i), [i, 2, 3], greedy(160)) for i in range(8)))
+    until_asked(of)
+    world.run_to(world.now + 0.050)
+    of.engine.desk.collect()
+    order = [3, 0, 7, 4, 1, 6, 2, 5]
+    for sequence in of.engine.running:
+        assert sequence.draft is not None
+        came = order.index(int(sequence.state.request.request_id))
+        sequence.draft = replace(sequence.draft, number=came)
+    told = of.step()
+    assert {int(key[0]) for key, _ in told} == set(order[:4])
 
 
 def test_one_group_where_drafts_are_quick() -> None:

@@ -48,12 +48,12 @@ def sampled(of: RemoteScene, n: int) -> list[list[int]]:
     return [answer.ids for answer in answers]
 
 
-@pytest.mark.parametrize("verify", ["early-stop", "top-k", "fixed:5"])
+@pytest.mark.parametrize("verify", ["early-stop", "top-k"])
 def test_sampled_text_follows_the_targets_law_whatever_comes_when(verify: str) -> None:
     world = World()
     links = [ScriptedLink(world, drafter(), fate(seed)) for seed in (1, 2)]
-    of = scene(links, world, 500, verify)
-    texts = sampled(of, 500)
+    of = scene(links, world, 400, verify)
+    texts = sampled(of, 400)
     assert triples_p_value(texts, law(PLAIN)) > ALPHA
     # Or it is no test: drafts stood, some fell, and many were late, twice or lost.
     figures, answers = of.engine.figures.speculation, of.engine.desk.answers

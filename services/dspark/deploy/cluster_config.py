@@ -267,6 +267,7 @@ _FILES = (
     *(("tls", name) for name in ("ca", "certificate", "key")),
     *(("gateway", "tls", name) for name in ("certificate", "key", "client_ca")),
     ("gateway", "keys"),
+    ("telemetry", "otlp", "ca"),
 )
 # Fields that hold a path or a name: a path where something stands.
 _PLACES = (("model",), ("drafter", "checkpoint"))

@@ -3,7 +3,7 @@
 from dspark.serving.addresses import address_of, listen
 from dspark.serving.calls import Calls, Context
 from dspark.serving.grpc_server import DRAIN_S, GrpcServer, Service, serve_grpc
-from dspark.serving.plain_words import plain_words
+from dspark.serving.plain_words import is_about_tls, plain_words
 from dspark.serving.ports import on_first_free
 from dspark.serving.tls import PeerFiles, TlsFiles, named
 
@@ -16,6 +16,7 @@ __all__ = [
     "Service",
     "TlsFiles",
     "address_of",
+    "is_about_tls",
     "listen",
     "named",
     "on_first_free",

@@ -31,3 +31,8 @@ def plain_words(details: str, *, secured: bool) -> str:
             address = re.search(r"ipv[46]:(\S+): ", details)
             return f"{address[1]}: {meaning}" if address else meaning
     return details
+
+
+def is_about_tls(words: str) -> bool:
+    """Whether `plain_words` found that TLS keeps the connection from being made."""
+    return any(meaning in words for meaning in (*_SECURED.values(), *_PLAIN.values()))

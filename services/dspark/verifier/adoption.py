@@ -157,7 +157,7 @@ class Adoption:
         async with self._connect(replica, facts, bell) as link:
             projection = None
             feature_id = link.card.feature_id
-            if feature_id and not await engine(lambda e: e.makes(feature_id)):
+            if feature_id and not await engine(lambda e: e.versions.made(feature_id)):
                 projection = await link.fetch_projection()
 
             def adopt(engine: Engine) -> None:
@@ -169,8 +169,10 @@ class Adoption:
                 log.info("drafter %s (%s) is adopted", name, link.card.drafter_id)
                 await asyncio.Event().wait()
             finally:  # also where only the asking was over, not what was asked
-                self._links.pop(name, None)
-                await self._dismiss(name)
+                try:
+                    await self._dismiss(name)
+                finally:
+                    self._links.pop(name, None)
 
     async def _dismiss(self, name: str) -> None:
         try:

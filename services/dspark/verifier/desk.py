@@ -58,15 +58,14 @@ class DraftDesk:
 
     def ask(
         self, source: Source, wanting: Seq[Sequence], hopeful: Callable[[Sequence], bool]
-    ) -> int:
+    ) -> None:
         """Ask for all that the scheduler's budget of a drafter allows, where it is short for those
-        whose drafts save most; how many. Replies of a local one are in hand on return."""
+        whose drafts save most. hopeful: see `Asked`. What a local one says is in hand on return."""
         asking = self._affordable(source, wanting)
         if asking:
             for sequence in asking:
                 self._open(source, sequence)
             self._send(source, [(sequence, 1, hopeful(sequence)) for sequence in asking])
-        return len(asking)
 
     def _affordable(self, source: Source, wanting: Seq[Sequence]) -> list[Sequence]:
         wanted = sum(_block(sequence, source) for sequence in wanting)
@@ -87,9 +86,10 @@ class DraftDesk:
             return
         before = self._drafters.get(sequence.source)
         if before is not None:
-            if before.card.drafter_id != source.card.drafter_id:
-                sequence.forget_worth()
             before.close(sequence.session)
+        if sequence.checkpoint != source.card.drafter_id:
+            sequence.checkpoint = source.card.drafter_id
+            sequence.forget_worth()
         source.sessions.add(sequence.session)
         sequence.source = source.name
         window = source.context_window
@@ -109,7 +109,7 @@ class DraftDesk:
             source.ask(requests)
         except Exception:  # a link that breaks while it is written to
             self.faults["raised"] += 1
-            self.give_up([sequence for sequence, _, _ in asking])
+            self._lose(errand)
             return
         if isinstance(source, LocalSource):
             errand.idle_s = source.spent_s - spent_s
@@ -283,9 +283,12 @@ class DraftDesk:
         """A drafter is gone: what it was asked comes no more."""
         for errand in self.errands:
             if errand.source == name:
-                for sequence in list(errand.left.values()):
-                    self.answers["lost"] += 1
-                    self._over(sequence, None)
+                self._lose(errand)
+
+    def _lose(self, errand: Errand) -> None:
+        for sequence in list(errand.left.values()):
+            self.answers["lost"] += 1
+            self._over(sequence, None)
 
 
 def _block(sequence: Sequence, source: Source) -> int:

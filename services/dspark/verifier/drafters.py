@@ -12,7 +12,7 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 
 from dspark.core.drafts import Drafter, DrafterCard, DrafterLink
-from dspark.core.errors import InvalidRequest
+from dspark.core.errors import ConfigError, InvalidRequest
 from dspark.core.requests import Request
 from dspark.verifier.sequence import Sequence
 from dspark.verifier.sources import Bell, LinkSource, LocalSource, Source
@@ -87,6 +87,9 @@ class Drafters(Mapping[str, Source]):
     # --- links come and go ------------------------------------------------------------------------
 
     def add(self, name: str, link: DrafterLink, bell: Bell | None = None) -> LinkSource:
+        """Raises ConfigError for a name that one in this process has."""
+        if name in self._local:
+            raise ConfigError(f"drafter: {name!r} is the name of one in this process")
         source = LinkSource(name, link, self._faults, self._outcomes, bell)
         card = source.card
         self.pooled = True

@@ -16,7 +16,6 @@ from dspark.core.errors import (
     DeadlineExceeded,
     DsparkError,
     InvalidRequest,
-    ModelError,
     Overloaded,
 )
 from dspark.core.plans import CalibrationTable
@@ -37,6 +36,7 @@ from dspark.models.targets.backend import Backend, StepOutput
 from dspark.models.targets.features import FeatureProjection
 from dspark.models.verification import TokenCounts, argmax_rows
 from dspark.scheduler import OnlineStepCost, Policy
+from dspark.verifier.asking import Asking
 from dspark.verifier.batcher import Batcher, Item
 from dspark.verifier.desk import DraftDesk
 from dspark.verifier.drafters import Drafters
@@ -46,10 +46,11 @@ from dspark.verifier.guidance import Guidance
 from dspark.verifier.judging import Outcome, judge_step
 from dspark.verifier.kv_cache import KVCache
 from dspark.verifier.pacing import Pacing
-from dspark.verifier.planning import StepPlan, StepPlanner
+from dspark.verifier.planning import StepPlanner
 from dspark.verifier.sequence import Sequence
 from dspark.verifier.sources import Bell
 from dspark.verifier.tally import Crowd, FinishedDraft, Tally
+from dspark.verifier.versions import Versions
 
 Key = tuple[str, int]
 EngineEvent = tuple[Key, Event]
@@ -94,7 +95,9 @@ class Engine:
             faults,
             answers,
         )
+        self.versions = Versions(backend, self.cache, self.drafters)
         self.pacing = Pacing(cost, self.desk, self.drafters, clock)
+        self._asking = Asking(self.desk, self.drafters, self.pacing, config.prefill_chunk)
         self.patience = 0.0
         self.planner = StepPlanner(
             cost, Policy.parse(config.verify), config.max_step_tokens, self.guidance
@@ -113,10 +116,6 @@ class Engine:
         self.traces: list[RunTrace] | None = None  # until somebody wants traced runs that are over
         self._began = 0.0  # the step; on the engine's clock
         self._forward_s = 0.0
-        self._adopted: set[str] = set()  # feature ids that came with links
-        for drafter in self.drafters.values():
-            if drafter.card.feature_id:
-                self.cache.features.open(drafter.card.feature_id, drafter.card.feature_width)
 
     @property
     def target_id(self) -> str:
@@ -238,7 +237,7 @@ class Engine:
                 self._tally.last_step = [item.sequence.state.request for item in items]
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
-            self._ask_for_drafts(items, step)
+            self._asking.ask(self.planner, items, self._batcher.running, step)
             self.figures.add_step(clock, step, self.drafters.spent_s)
         return self.take_events()
 
@@ -419,56 +418,6 @@ class Engine:
             waiting=waiting,
         )
 
-    def _ask_for_drafts(self, items: Seq[Item], step: StepPlan) -> None:
-        """Of those elsewhere first: while they draft, those of this process do."""
-        self.drafters.begin_step()
-        wanting: dict[str, list[Sequence]] = {}
-        for item in items:
-            sequence, state = item.sequence, item.sequence.state
-            if state.uncomputed != 1 or state.finish is not None or not sequence.blocks:
-                continue
-            source = self.drafters.source_for(sequence) if state.draft_room else None
-            if source is not None:
-                wanting.setdefault(source.name, []).append(sequence)
-        linked = [name for name in wanting if name in self.drafters.links]
-        if linked:
-            self._ask_together(linked, wanting, self._hidden_s(), step)
-        for name in wanting:
-            if name not in linked:
-                self._ask_together([name], wanting, 0.0, step)
-
-    def _ask_together(
-        self,
-        names: Seq[str],
-        wanting: Mapping[str, list[Sequence]],
-        hidden_s: float,
-        step: StepPlan,
-    ) -> None:
-        """Drafts of drafters that answer side by side, for those that they should be asked for."""
-        sequences = [sequence for name in names for sequence in wanting[name]]
-        whose = [at for at, name in enumerate(names) for _ in wanting[name]]
-        costs = [self.drafters[name].cost for name in names]
-        wanted = self.planner.whom_to_ask(sequences, costs, whose, hidden_s, step)
-        for at, name in enumerate(names):
-            asking = [
-                s for s, w, by in zip(sequences, wanted, whose, strict=True) if w and by == at
-            ]
-            self.desk.ask(self.drafters[name], asking, self._hopeful)
-        for sequence, asked in zip(sequences, wanted, strict=True):
-            sequence.rounds_unasked = 0 if asked else sequence.rounds_unasked + 1
-
-    def _hopeful(self, sequence: Sequence) -> bool:
-        """Whether a draft is asked for whatever the last ones were worth."""
-        probed = sequence.rounds_unasked > 0 or sequence.saving_s is None
-        return probed or self.planner.taken_at_its_word(sequence)
-
-    def _hidden_s(self) -> float:
-        going = [s for s in self._batcher.running if not s.paused]
-        prompts = sum(s.state.uncomputed for s in going if s.state.uncomputed > 1)
-        return self.pacing.hidden_s(going, min(prompts, self.config.prefill_chunk))
-
-    # --- drafters come and go ---------------------------------------------------------------------
-
     def adopt(
         self,
         name: str,
@@ -480,38 +429,19 @@ class Engine:
         """A drafter in another process may be asked from now on. name: its replica id. projection:
         of the features that it reads, if they are not made yet. bell: the link's. Raises ModelError
         for another projection than its card names."""
-        card = link.card
-        if card.feature_id and not self.makes(card.feature_id):
-            if projection is None or projection.feature_id != card.feature_id:
-                given = "none" if projection is None else repr(projection.feature_id)
-                raise ModelError(f"projection: {given} is not that of the card {card.feature_id!r}")
-            self._backend.load_projection(projection)
-            self._adopted.add(card.feature_id)
-        if card.feature_id:
-            self.cache.features.open(card.feature_id, card.feature_width)
+        self.versions.begin(link.card, projection)
         self.guidance.ship(calibration)
         self.drafters.add(name, link, bell)
-
-    def makes(self, feature_id: str) -> bool:
-        """Whether each step yields these features already."""
-        return feature_id in self._adopted | self.drafters.feature_ids()
 
     def dismiss(self, name: str) -> None:
         """A drafter is gone: its rounds go on plainly, its sequences elsewhere. What nobody reads
         any more is forgotten."""
         self.desk.lose(name)
         self.drafters.remove(name)
-        self._forget_features()
+        self._retire_features()
 
-    def _forget_features(self) -> None:
-        """Of versions that came with a link and that no drafter and no sequence reads any more."""
-        if not self._adopted:
-            return
-        read = self.drafters.feature_ids() | {s.feature_id for s in self._sequences.values()}
-        for feature_id in self._adopted - read:
-            self._adopted.discard(feature_id)
-            self._backend.unload_projection(feature_id)
-            self.cache.forget_features(feature_id)
+    def _retire_features(self) -> None:
+        self.versions.retire({s.feature_id for s in self._sequences.values()})
 
     def _finish(self, sequence: Sequence, error: DsparkError | None = None) -> None:
         """The last event of a sequence; everything it held goes back."""
@@ -522,7 +452,7 @@ class Engine:
         self.desk.close(sequence)
         del self._sequences[state.key]
         if sequence.feature_id and sequence.feature_id not in self.drafters.feature_ids():
-            self._forget_features()
+            self._retire_features()
         self._events.append((state.key, Finished(reason, state.usage, state.figures, error)))
         if sequence.trace is not None and self.traces is not None:
             trace = sequence.trace

@@ -114,7 +114,7 @@ class StepPlanner:
                 len(group),
                 context,
                 policy,
-                capacity=self._capacity(policy, group, directions),
+                capacity=self._capacity(policy, group, directions, lookahead),
                 caps=_caps(group, directions),
                 weights=_weights(group, directions),
                 lookahead=lookahead,
@@ -146,13 +146,15 @@ class StepPlanner:
         return self._default if asked is None else Policy.parse(asked)
 
     def _capacity(
-        self, policy: Policy, group: list[Item], directions: Directions | None
+        self, policy: Policy, group: list[Item], directions: Directions | None, lookahead: bool
     ) -> int | None:
         if not _is_joint(policy):
             return None
         if directions is not None and directions.capacity is not None and directions.requests > 0:
             return scaled(directions.capacity, directions.requests, len(group))
-        return self._usable_capacity(group) if policy.kind is PolicyKind.TOP_K else None
+        # Where looking ahead is free the live search knows more than a K from the past.
+        searches = lookahead or policy.kind is not PolicyKind.TOP_K
+        return None if searches else self._usable_capacity(group)
 
     def _usable_capacity(self, group: list[Item]) -> int | None:
         """The past's K for this many requests, or None where a draft in hand is older than it."""

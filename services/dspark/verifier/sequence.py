@@ -63,12 +63,13 @@ class Sequence:
 
     drafter: what drafts for it, a local drafter's name or a checkpoint's id, "" for nothing;
     feature_id: what that reads ("" = tokens only). Both are fixed for its life. source: who has its
-    draft session now. sent: first position that session has not been told of. asked: the round
-    under way; while there is one it is in no step. saving_s: running mean of the seconds a round's
-    draft saved, None before the first one; verifies, gains: of draft tokens that a round verified,
-    and of those that were expected to stand. rounds_unasked: rounds since a draft was last asked
-    for. paused_at: since when its reader cannot keep up, on the engine's clock; None while it runs.
-    trace: None unless it is traced.
+    draft session now; checkpoint: whose drafts were asked for last. sent: first position that this
+    session has not been told of. asked: the round under way; while there is one it is in no step.
+
+    saving_s: running mean of the seconds a round's draft saved, None before the first one;
+    verifies, gains: of draft tokens that a round verified, and that were expected to stand.
+    rounds_unasked: rounds since a draft was last asked for. paused_at: since when its reader cannot
+    keep up, on the engine's clock; None while it runs. trace: None unless it is traced.
     """
 
     state: SequenceState
@@ -82,6 +83,7 @@ class Sequence:
     draft: DraftInHand | None = None
     round: int = 0
     source: str = ""
+    checkpoint: str = ""
     sent: int = 0
     asked: Asked | None = None
     saving_s: float | None = None

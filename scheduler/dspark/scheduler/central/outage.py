@@ -6,16 +6,18 @@ import logging
 
 
 class Outage:
-    """what: for the log, as in "the store". since: when it went away, None while it is there.
-    count: how often it did."""
+    """what: for the log, as in "the store". since: when it went away, None while it is there. why:
+    what was said of it last while it was away. count: how often it went."""
 
     def __init__(self, what: str, log: logging.Logger) -> None:
         self.since: float | None = None
+        self.why = ""
         self.count = 0
         self._what = what
         self._log = log
 
     def away(self, now: float, why: Exception) -> None:
+        self.why = str(why)
         if self.since is None:
             self.since = now
             self.count += 1

@@ -122,8 +122,7 @@ class StepPlanner:
         oldest = int(rows.number[at[drafted]].min()) if bound else None
         directions = None if self._guide is None else self._guide.directions(oldest)
         self.guided_plans += directions is not None
-        # Where looking ahead is free the live search knows more than any K from the past.
-        K = self._capacity(directions, R, oldest) if self._sampled else None
+        K = self._capacity(directions, R, oldest)
         weights = None
         if directions is not None:
             if directions.caps:
@@ -151,7 +150,8 @@ class StepPlanner:
             return None
         if directions is not None and directions.capacity is not None and directions.requests > 0:
             return scaled(directions.capacity, directions.requests, R)
-        if self._policy.kind is not PolicyKind.TOP_K:
+        # Where looking ahead is free the live search knows more than a K from the past.
+        if self._policy.kind is not PolicyKind.TOP_K or not self._sampled:
             return None
         past = self._past[0] if len(self._past) == self._past.maxlen else None
         if past is None or (oldest is not None and oldest <= past.seen_through):

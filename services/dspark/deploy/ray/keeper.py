@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dspark.core.errors import Cancelled, DsparkError, Unavailable
+from dspark.core.errors import Cancelled, ConfigError, DsparkError, InvalidRequest, Unavailable
 from dspark.deploy.ray import changes, processes
 from dspark.deploy.ray.changes import Patience
 from dspark.deploy.ray.driver import (
@@ -33,13 +33,12 @@ from dspark.deploy.ray.driver import (
     start_ray,
     start_serve,
 )
+from dspark.deploy.ray.kept_valkey import STORE, kept_valkey
 from dspark.deploy.ray.observed import seen
 from dspark.deploy.ray.order import SOCKET, Order
 from dspark.deploy.ray.resources import check_fit, named
 from dspark.deploy.ray.serve_config import FAREWELL_S
-from dspark.scheduler.store import EmbeddedValkey
 
-STORE = "store.sock"
 # Seconds for processes to be gone once they are killed.
 KILL_S = 10.0
 # Seconds for all pools to be ready: a checkpoint may have to be fetched and converted.
@@ -61,10 +60,10 @@ class Keeper:
         self._begun = begun
         self._folder = Path(order.folder)
         self._door = DriverDoor()
-        self._changing = asyncio.Lock()
         self._asked = asyncio.Event()
         self._gave_up = threading.Event()
         self._forced = False
+        self._served = False
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
     async def run(self) -> int:
@@ -72,8 +71,8 @@ class Keeper:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        valkey = self._valkey() if self._order.embed else contextlib.nullcontext()
-        async with valkey, self._control():
+        kept = kept_valkey(self._folder, self._orphaned.is_set, self._tell)
+        async with kept if self._order.embed else contextlib.nullcontext(), self._control():
             running = asyncio.create_task(self._run())
             asked = asyncio.create_task(self._asked.wait())
             await asyncio.wait((running, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -82,8 +81,7 @@ class Keeper:
             if running.done() and not running.cancelled() and (error := running.exception()):
                 if not isinstance(error, DsparkError):
                     raise error
-                say(f"dspark: {error}")
-                status = 1
+                status = _told(error)
             running.cancel()
             self._gave_up.set()
             await self._take_down(hurry=status != 0)
@@ -95,9 +93,9 @@ class Keeper:
     async def _run(self) -> None:
         self._tell("starting Serve")
         await asyncio.to_thread(start_serve)
-        async with self._changing:
-            patience = Patience(READY_S, self._tell, self._gave_up.is_set, at_once=True)
-            await asyncio.to_thread(changes.apply, self._door, self._order.serve, patience)
+        self._served = True
+        patience = Patience(READY_S, self._tell, self._gave_up.is_set, at_once=True)
+        await asyncio.to_thread(changes.apply, self._door, self._order.serve, patience)
         took = time.monotonic() - self._begun
         print(f"READY  cluster {self._order.name}, after {took:.0f} s", flush=True)
         for line in self._order.ready:
@@ -110,9 +108,6 @@ class Keeper:
         lost = 0
         while True:
             await asyncio.sleep(LOOK_S)
-            if self._changing.locked():
-                said = {}
-                continue
             try:
                 details = await asyncio.to_thread(self._door.details)
             except Unavailable as error:
@@ -129,7 +124,7 @@ class Keeper:
 
     async def _take_down(self, *, hurry: bool) -> None:
         """Drain, unless it is to be quick."""
-        if hurry or self._forced:
+        if hurry or self._forced or not self._served:
             return
         try:
             pools = (await asyncio.to_thread(lambda: seen(self._door.details()))).values()
@@ -158,38 +153,6 @@ class Keeper:
         """To who wants the cluster down."""
         for listener in tuple(self._listeners):
             listener(answer)
-
-    # --- the store --------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _valkey(self) -> AsyncIterator[None]:
-        """An embedded Valkey, at one path whichever of them it is: a new one takes over from one
-        that died, empty, and fills from heartbeats."""
-        task = asyncio.create_task(self._keep_valkey(started := asyncio.Event()))
-        try:
-            await asyncio.wait(
-                (task, asyncio.create_task(started.wait())), return_when=asyncio.FIRST_COMPLETED
-            )
-            if task.done():
-                task.result()
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
-
-    async def _keep_valkey(self, started: asyncio.Event) -> None:
-        while not self._orphaned.is_set():
-            server = EmbeddedValkey(self._folder)
-            async with server as url:
-                link = self._folder / "store.new"
-                link.unlink(missing_ok=True)
-                link.symlink_to(url.removeprefix("unix://"))
-                link.replace(self._folder / STORE)
-                if started.is_set():
-                    self._tell("the store is back, empty")
-                started.set()
-                await _ended(server.pid)
-            self._tell("the store has died")
 
     # --- commands of other terminals --------------------------------------------------------------
 
@@ -233,6 +196,8 @@ class Keeper:
     async def _do(self, asked: dict[str, Any]) -> Any:
         if self._asked.is_set():
             raise Unavailable("the cluster is stopping")
+        if not self._served:
+            raise Unavailable("the cluster is just starting")
         if asked["ask"] == "details":
             found = await asyncio.to_thread(self._door.details)
             return {**found, "resources": await asyncio.to_thread(resources)}
@@ -241,18 +206,10 @@ class Keeper:
         raise ValueError(asked["ask"])
 
 
-async def _ended(pid: int) -> None:
-    """When a child has; never where the system cannot tell (no Linux)."""
-    if not hasattr(os, "pidfd_open"):
-        await asyncio.Event().wait()
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
-    watched = os.pidfd_open(pid)
-    loop.add_reader(watched, over.set)
-    try:
-        await over.wait()
-    finally:
-        loop.remove_reader(watched)
-        os.close(watched)
+def _told(error: DsparkError) -> int:
+    """As the `dspark` command does it; the exit status."""
+    say(f"dspark: {' '.join(str(error).split())}")
+    return 2 if isinstance(error, InvalidRequest | ConfigError) else 1
 
 
 def say(line: str) -> None:
@@ -290,8 +247,7 @@ def main() -> int:
         check_fit(applications, resources())
         return asyncio.run(Keeper(order, begun, orphaned).run())
     except DsparkError as error:
-        say(f"dspark: {error}")
-        return 1
+        return _told(error)
     finally:
         processes.kill_below(KILL_S)
         shutil.rmtree(folder, ignore_errors=True)

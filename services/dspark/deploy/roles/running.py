@@ -10,6 +10,7 @@ from typing import Protocol
 
 from dspark.core.errors import Unavailable
 from dspark.scheduling.membership import Membership
+from dspark.serving import is_about_tls
 
 # Seconds between two looks at whether a replica is ready.
 LOOK_S = 0.05
@@ -61,15 +62,19 @@ class RunningRole:
     @property
     def why(self) -> str:
         """What it waits for, "" if it is ready. A scheduler that is away does not keep a replica
-        from serving: who knows it already goes on with it."""
+        from serving: who knows it already goes on with it. One that TLS keeps it from does: nobody
+        will ever know it."""
         if self.draining:
             return "it is draining"
         if waits := self.waits_for():
             return waits
         member = self.membership
-        if member is None or member.epoch or member.outage.since is not None:
+        if member is None or member.epoch:
             return ""
-        return member.refusal or "no scheduler has answered yet"
+        outage = member.outage
+        if outage.since is None:
+            return member.refusal or "no scheduler has answered yet"
+        return outage.why if is_about_tls(outage.why) else ""
 
     @property
     def alive(self) -> bool:

@@ -24,6 +24,7 @@ constexpr int VL = 4, MR = 6, NV = 4;
 #endif
 typedef float VF __attribute__((vector_size(VL * 4), may_alias));
 typedef int32_t VI __attribute__((vector_size(VL * 4), may_alias));
+typedef int8_t VB __attribute__((vector_size(VL), may_alias));
 constexpr int NR = VL * NV;
 constexpr int kLine = 64;  // bytes that come from memory at once
 
@@ -175,10 +176,11 @@ INLINE void put(const Product &p, int row, int column, VF (&acc)[M][V]) {
 // from memory while the one before is multiplied: each of its tiles asks for an equal share.
 struct Turn {
   int tile, tiles;
+  bool more;
   // This tile's share [begin, end) of so many lines, 0 of them where the rows are so few that the
   // panels come in one stream anyway.
   int begin(int lines) const { return lines * tile / tiles; }
-  int end(int lines, bool few) const { return few ? 0 : lines * (tile + 1) / tiles; }
+  int end(int lines, bool few) const { return few || !more ? 0 : lines * (tile + 1) / tiles; }
 };
 
 template <int M>
@@ -218,13 +220,13 @@ INLINE void rest_f32(const Product &p, const float *w, int row, int rows, int co
 
 INLINE int tiles_of(int rows, int height) { return (rows + height - 1) / height; }
 
-void multiply_f32(const Product &p, int begin, int end) {
+void multiply_f32(const Product &p, int begin, int end, int last) {
   for (int panel = begin; panel < end; panel++) {
     const float *w = (const float *)p.weight + (long)panel * NR * p.k;
     const int tiles = tiles_of(p.rows, MR);
     for (int t = 0, row = 0; t < tiles; t++) {
       const int rows = (p.rows - row + tiles - t - 1) / (tiles - t);
-      rest_f32<MR>(p, w, row, rows, panel * NR, {t, tiles});
+      rest_f32<MR>(p, w, row, rows, panel * NR, {t, tiles, panel + 1 < last});
       row += rows;
     }
   }
@@ -384,7 +386,7 @@ INLINE void rest_i8(const Product &p, const uint8_t *w, int row, int rows, int c
   }
 }
 
-void multiply_i8(const Product &p, int begin, int end) {
+void multiply_i8(const Product &p, int begin, int end, int last) {
   for (int panel = begin; panel < end; panel++) {
     const uint8_t *w = (const uint8_t *)p.weight + (long)panel * p.rows8.groups * kInt8Record;
     const int tiles = tiles_of(p.rows, MR8);
@@ -392,7 +394,7 @@ void multiply_i8(const Product &p, int begin, int end) {
       const int rows = (p.rows - row + tiles - t - 1) / (tiles - t);
       for (int part = 0; part < kParts; part++)
         if (panel * kInt8Panel + part * (kInt8Panel / kParts) < p.n)
-          rest_i8<MR8>(p, w, row, rows, panel * kInt8Panel, part, {t, tiles});
+          rest_i8<MR8>(p, w, row, rows, panel * kInt8Panel, part, {t, tiles, panel + 1 < last});
       row += rows;
     }
   }
@@ -445,7 +447,8 @@ void quantise(const float *x, int k, int8_t *q, float *scale, int32_t *minus128)
       const VF whole = fma(load(values + i), all(up), all(12582912.0f)) - 12582912.0f;
       const VI n = __builtin_convertvector(whole, VI);
       sums += n;
-      for (int j = 0; j < VL; j++) q[i + j] = (int8_t)n[j];
+      const VB narrow = __builtin_convertvector(n, VB);
+      memcpy(q + i, &narrow, sizeof narrow);
     }
     for (int j = 0; j < VL; j++) total += sums[j];
     minus128[g] = -128 * total;
@@ -508,13 +511,13 @@ constexpr int KU = VL == 8 ? 2 : 4;  // vectors of keys in flight
 constexpr int QU = 4;                // queries in flight
 
 template <class T>
-INLINE const T *key_at(const Attention &a, int kv_head, int t) {
-  const long block = a.table[t / a.block_size];
+INLINE const T *key_at(const Attention &a, const int32_t *table, int kv_head, int t) {
+  const long block = table[t / a.block_size];
   return (const T *)a.keys + (block * a.kv_heads + kv_head) * a.head_dim * a.block_size +
          t % a.block_size;
 }
 template <class T>
-INLINE const T *key_at(const Attention &a, int t) { return key_at<T>(a, a.kv_head, t); }
+INLINE const T *key_at(const Attention &a, int t) { return key_at<T>(a, a.table, a.kv_head, t); }
 
 template <class T>
 INLINE const T *value_at(const Attention &a, int t) {
@@ -633,11 +636,12 @@ INLINE void weigh_all(const Attention &a, const float *weights, int base, int be
 // Where the keys of the next partition lie; false if there is none or blocks are below a vector.
 template <class T>
 INLINE bool look_ahead(const Attention &a, const T *(&next)[kPartition / VL]) {
-  const int base = a.next_partition * kPartition;
-  if (a.next_partition < 0 || a.block_size % VL || base >= a.length) return false;
+  const Attention::Next &to = a.next;
+  const int base = to.partition * kPartition;
+  if (!to.table || a.block_size % VL || base >= to.length) return false;
   for (int i = 0; i < kPartition / VL; i++) {
     const int t = base + i * VL;
-    next[i] = t < a.length ? key_at<T>(a, a.next_kv_head, t) : next[i - 1];
+    next[i] = t < to.length ? key_at<T>(a, to.table, to.kv_head, t) : next[i - 1];
   }
   return true;
 }
@@ -710,7 +714,7 @@ template <class T>
 void attend_as(Attention a, const Query *queries, int count, int partition, float *scratch,
                float *partial) {
   const int ld = a.head_dim + 2;
-  for (int j = 0; j < count; a.next_partition = -1) {
+  for (int j = 0; j < count; a.next.table = nullptr) {
     const int left = count - j;
     const Query *q = queries + j;
     float *p = partial + (long)j * ld;

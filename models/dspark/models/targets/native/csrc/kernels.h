@@ -41,9 +41,12 @@ struct Attention {  // keys of one KV head of one sequence
   int block_size, kv_heads, kv_head, head_dim;
   int window;
   float scale;
-  // Where the caller goes after this partition: its memory is asked for while this one is summed.
-  int next_kv_head, next_partition;  // none: -1
-  int length;                        // keys of the sequence
+  // Where the caller goes after this partition: its keys are asked for while this one is summed.
+  struct Next {
+    const int32_t *table;  // NULL: nowhere
+    int kv_head, partition;
+    int length;  // keys of the sequence
+  } next;
 };
 
 struct Query {
@@ -55,8 +58,9 @@ struct Kernels {
   const char *name;
   int f32_panel;
   void (*pack_f32)(const float *w, int n, int k, float *out);  // one panel of the n rows left
-  void (*multiply_f32)(const Product &, int panel_begin, int panel_end);
-  void (*multiply_i8)(const Product &, int panel_begin, int panel_end);
+  // Panels [begin, end); the caller goes on up to `last`, so the next ones are asked for.
+  void (*multiply_f32)(const Product &, int begin, int end, int last);
+  void (*multiply_i8)(const Product &, int begin, int end, int last);
   void (*norm)(const float *x, const float *weight, float eps, int n, float *out);
   void (*quantise)(const float *x, int k, int8_t *q, float *scale, int32_t *minus128);
   void (*gate)(const float *gate, const float *up, int n, float *out);  // silu(gate) * up

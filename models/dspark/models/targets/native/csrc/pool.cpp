@@ -15,8 +15,8 @@ constexpr uint64_t kItems = (1u << 20) - 1;
 constexpr int kSpins = 2000;
 constexpr auto kAwake = std::chrono::microseconds(300);
 
-uint64_t all_items(uint64_t ticket) { return ticket >> 20 & kItems; }
-uint64_t taken_items(uint64_t ticket) { return ticket & kItems; }
+uint64_t end_of(uint64_t ticket) { return ticket >> 20 & kItems; }
+uint64_t next_of(uint64_t ticket) { return ticket & kItems; }
 
 void relax() {
 #if defined(__x86_64__)
@@ -50,7 +50,7 @@ class FlushDenormals {
 
 }  // namespace
 
-Pool::Pool(int threads) {
+Pool::Pool(int threads) : shares_(threads) {
   for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 
@@ -89,21 +89,32 @@ void Pool::open_next() {
   }
   open_ = next_++;
   done_.store(0, std::memory_order_relaxed);
-  ticket_.store(++number_ << 40 | static_cast<uint64_t>(open_->items) << 20,
-                std::memory_order_release);
+  number_++;
+  for (int t = 0; t < threads(); t++) {
+    const auto begin = static_cast<uint64_t>(share_begin(t, open_->items));
+    const auto end = static_cast<uint64_t>(share_begin(t + 1, open_->items));
+    shares_[t].ticket.store(number_ << 40 | end << 20 | begin, std::memory_order_release);
+  }
 }
 
-// Takes and runs one item; false if none is left to take.
+// Takes and runs one item, of its own share if there is one left; false if there is none at all.
 bool Pool::take(int thread) {
-  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  for (int i = 0; i < threads(); i++)
+    if (take_of((thread + i) % threads(), thread)) return true;
+  return false;
+}
+
+bool Pool::take_of(int share, int thread) {
+  std::atomic<uint64_t> &shared = shares_[share].ticket;
+  uint64_t ticket = shared.load(std::memory_order_acquire);
   do {
-    if (taken_items(ticket) >= all_items(ticket)) return false;
-  } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
-                                          std::memory_order_acquire));
+    if (next_of(ticket) >= end_of(ticket)) return false;
+  } while (!shared.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                         std::memory_order_acquire));
   // The phase cannot end before this item is done, so open_ is the phase of the ticket.
-  open_->run(static_cast<int>(taken_items(ticket)), thread);
-  const int all = static_cast<int>(all_items(ticket));
-  if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == all) open_next();
+  const Phase &phase = *open_;
+  phase.run(static_cast<int>(next_of(ticket)), thread);
+  if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == phase.items) open_next();
   return true;
 }
 

@@ -1,5 +1,6 @@
-// A few threads that run a list of phases in order. A phase is a number of items; any thread takes
-// any item, so a thread that the system has put aside holds up nothing but the item it has.
+// A few threads that run a list of phases in order. A phase is a number of items; each thread has a
+// share that lies together, in memory too, and takes of others when it is done: a thread that the
+// system has put aside holds up nothing but the item it has.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -23,19 +24,28 @@ class Pool {
   Pool(const Pool &) = delete;
   Pool &operator=(const Pool &) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return static_cast<int>(shares_.size()); }
+  // The first item of a thread's share, of so many.
+  int share_begin(int thread, int items) const {
+    return static_cast<int>(int64_t{items} * thread / threads());
+  }
   // Runs the phases one after the other; the caller works too. One caller at a time.
   void run(const std::vector<Phase> &phases);
 
  private:
   void work(int thread);
   bool take(int thread);
+  bool take_of(int share, int thread);
   void open_next();
   bool sleep_until_work();
 
-  // Which phase is open and what is left of it, in one word, so that nobody takes an item of a
-  // phase that has ended: 24 bits of a running number, 20 of items in all, 20 of items taken.
-  std::atomic<uint64_t> ticket_{0};
+  // What is left of the open phase for each thread: items [next, end) of its own share, of which
+  // others take when theirs is done. One word, so that nobody takes an item of a phase that has
+  // ended: 24 bits of a running number, 20 of end, 20 of next.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> ticket{0};
+  };
+  std::vector<Share> shares_;
   std::atomic<int> done_{0};  // items of the open phase
   std::atomic<bool> running_{false}, stop_{false};
   const Phase *next_ = nullptr, *open_ = nullptr, *end_ = nullptr;

@@ -147,10 +147,14 @@ class Step {
                                                          panel_bytes);
     const int items = std::clamp(w.panels / std::max(at_least, 1), 1, kItemsPerThread * threads);
     const auto run = w.int8 ? w.kernels->multiply_i8 : w.kernels->multiply_f32;
-    const int panels = w.panels;
+    const auto panel = [panels = w.panels, items](int item) {
+      return static_cast<int>(int64_t{panels} * item / items);
+    };
+    const Pool *pool = m_.pool.get();
     phases_.push_back({items, [=](int item, int) {
-                         run(p, static_cast<int>(static_cast<int64_t>(panels) * item / items),
-                             static_cast<int>(static_cast<int64_t>(panels) * (item + 1) / items));
+                         int last = 0;  // item of whose share it is
+                         for (int t = 0; last <= item; t++) last = pool->share_begin(t + 1, items);
+                         run(p, panel(item), panel(item + 1), panel(last));
                        }});
   }
 
@@ -261,7 +265,7 @@ class Step {
     plan_attention(layer->window, b);
     const auto items = items_;
     phases_.push_back({static_cast<int>(items->size()), [=, this](int item, int thread) {
-                         attend_item(*layer, index, *batch, (*items)[item], thread);
+                         attend_item(*layer, index, *batch, *items, item, thread);
                        }});
     const auto shared = shared_;
     phases_.push_back({static_cast<int>(shared->size()), [=, this](int item, int thread) {
@@ -327,19 +331,35 @@ class Step {
            (kv_head * group + query % group) * c_.head_dim;
   }
 
-  void attend_item(const Layer &layer, int index, const dn_batch &b, const Item &item,
-                   int thread) const {
+  const int32_t *table(const dn_batch &b, int sequence) const {
+    return b.block_table + static_cast<size_t>(sequence) * b.table_width;
+  }
+
+  // What a thread most likely reads after a KV head of an item.
+  Attention::Next after(const dn_batch &b, const std::vector<Item> &items, int number,
+                        int kv_head) const {
+    const Item *item = &items[number];
+    if (kv_head + 1 == item->heads) {
+      if (number + 1 == static_cast<int>(items.size())) return {};
+      item++;
+      kv_head = item->head - 1;
+    }
+    return {table(b, item->sequence), kv_head + 1, item->first, total(b, item->sequence)};
+  }
+
+  void attend_item(const Layer &layer, int index, const dn_batch &b,
+                   const std::vector<Item> &items, int number, int thread) const {
+    const Item &item = items[number];
     const int hd = c_.head_dim, ld = hd + 2;
     Attention a{};
     a.keys = m_.keys[index].as<void>();
     a.values = m_.values[index].as<void>();
-    a.table = b.block_table + static_cast<size_t>(item.sequence) * b.table_width;
+    a.table = table(b, item.sequence);
     a.block_size = c_.block_size;
     a.kv_heads = c_.kv_heads;
     a.head_dim = hd;
     a.window = layer.window;
     a.scale = c_.query_scale;
-    a.length = total(b, item.sequence);
     float *work = scratch(thread);
     float *merged = work + attend_scratch(hd), *partial = merged + kQueriesPerItem * ld;
     for (a.kv_head = item.head; a.kv_head < item.heads; a.kv_head++)
@@ -353,8 +373,9 @@ class Step {
         const int last = only ? item.last : std::min(item.last, ceil_div(sees, kPartition));
         for (int i = 0; i < count && !only; i++) start_merge(merged + i * ld, hd);
         for (int p = item.first; p < last; p++) {
-          a.next_kv_head = a.kv_head + (p + 1 == last);
-          a.next_partition = p + 1 < last ? p + 1 : a.next_kv_head < item.heads ? item.first : -1;
+          a.next = {nullptr, a.kv_head, p + 1, total(b, item.sequence)};
+          if (p + 1 < last) a.next.table = a.table;
+          else if (begin + kQueriesPerItem >= item.end) a.next = after(b, items, number, a.kv_head);
           float *to = only ? partials_of(item, p, begin - item.begin) : partial;
           k_.attend(a, queries, count, p, c_.half_kv != 0, work, to);
           for (int i = 0; i < count && !only; i++)
