@@ -195,7 +195,7 @@ async def measure(args: argparse.Namespace, address: str) -> list[dict[str, Any]
                     "groups": engine.pacing.groups,
                 }
                 rates["split"].append(rate)
-            for arm, threads in (("together", 1), ("free", torch.get_num_interop_threads())):
+            for arm, threads in (("together", 1), ("free", len(os.sched_getaffinity(0)))):
                 async with bench.together(threads) as runner:
                     rates[arm].append(await bench.tokens_per_s(runner, users, round_))
         kept = {arm: seen[1:] for arm, seen in rates.items()}  # the first round warms up

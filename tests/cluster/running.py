@@ -212,7 +212,9 @@ class Streams:
         try:
             with (
                 Client(self.address, retry=Retry(attempts=1)) as client,
-                client.stream(prompt, max_tokens=self.tokens, temperature=0) as stream,
+                client.stream(
+                    prompt, max_tokens=self.tokens, temperature=0, ignore_eos=True
+                ) as stream,
             ):
                 for _ in stream:
                     self.begun.add(prompt)

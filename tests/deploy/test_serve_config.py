@@ -320,4 +320,4 @@ def test_flag_environment_and_file_say_the_same(
 def test_a_backend_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--print-config", "--backend", "magic"]) == 2
     told = capsys.readouterr().err
-    assert told == "dspark: backend: 'magic' is not one of: transformers\n"
+    assert told == "dspark: backend: 'magic' is not one of: transformers, native\n"

@@ -6,8 +6,7 @@ file, the field, the value and the limit. Passwords are in the environment or in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import combinations
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from pydantic import Field, ValidationError
 
 from dspark.core.config import EngineConfig
 from dspark.core.errors import ConfigError, InvalidRequest
+from dspark.deploy.cluster_paths import anchored
+from dspark.deploy.cluster_ports import check_ports
 from dspark.deploy.pools import (
     POOLS,
-    RAY_PORTS,
     DrafterPool,
     GatewayPool,
     PoolSection,
@@ -132,7 +132,7 @@ class ClusterConfig(Strict):
             check_cluster(self.name)
         except ConfigError as error:
             raise ConfigError(str(error).replace("cluster:", "name:", 1)) from None
-        _check_ports(self)
+        check_ports({name: self.pool(name) for name in POOLS})
         try:
             self.target()
         except InvalidRequest as error:  # of the verify policy
@@ -253,68 +253,9 @@ def read_cluster(file: Path) -> ClusterConfig:
     names the file."""
     config = read_strict(file, ClusterConfig)
     try:
-        return ClusterConfig.of(_anchored(config.model_dump(), file.resolve().parent))
+        return ClusterConfig.of(anchored(config.model_dump(), file.resolve().parent))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-
-
-# Fields that hold the path of a file.
-_FILES = (
-    *(
-        ("store", name)
-        for name in ("url_file", "password_file", "ca_file", "cert_file", "key_file")
-    ),
-    *(("tls", name) for name in ("ca", "certificate", "key")),
-    *(("gateway", "tls", name) for name in ("certificate", "key", "client_ca")),
-    ("gateway", "keys"),
-    ("telemetry", "otlp", "ca"),
-)
-# Fields that hold a path or a name: a path where something stands.
-_PLACES = (("model",), ("drafter", "checkpoint"))
-
-
-def _anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for *sections, name in (*_FILES, *_PLACES):
-        inner: Any = data
-        for section in sections:
-            inner = (inner or {}).get(section)
-        if inner and inner.get(name) is not None:
-            place = folder / Path(inner[name]).expanduser()
-            if (*sections, name) in _FILES or place.exists():
-                inner[name] = str(place)
-    return data
-
-
-def _check_ports(config: ClusterConfig) -> None:
-    taken = list(_fixed_ports(config))
-    for field, ports in taken:
-        if ports[-1] > 65_535:
-            raise ConfigError(
-                f"{field}: {ports[0]} and one for each of {len(ports)} replicas end at "
-                f"{ports[-1]}, above 65535"
-            )
-        if ports[-1] >= RAY_PORTS[0] and ports[0] <= RAY_PORTS[-1]:
-            raise ConfigError(
-                f"{field}: {_told(ports)} must be outside {_told(RAY_PORTS)}, which Ray's workers "
-                "take"
-            )
-    for (field, ports), (other, theirs) in combinations(taken, 2):
-        if ports[0] <= theirs[-1] and theirs[0] <= ports[-1]:
-            raise ConfigError(
-                f"{other}: {_told(theirs)} and {field}: {_told(ports)} overlap: a port is for one "
-                "replica"
-            )
-
-
-def _fixed_ports(config: ClusterConfig) -> Iterator[tuple[str, range]]:
-    for name in POOLS:
-        for field, ports in config.pool(name).fixed_ports().items():
-            if ports:
-                yield f"{name}.{field}", ports
-
-
-def _told(ports: range) -> str:
-    return str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
 
 
 def _secret(field: str, file: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +14,21 @@ from dspark.models.targets.native.library import kernel_sets, load_library
 
 from ..tiny import tiny_model
 
+CPUINFO = Path("/proc/cpuinfo")
 GROUP = 64
 SHAPES = [(1, 33, 100), (2, 160, 64), (5, 64, 96), (7, 31, 128), (13, 96, 577), (29, 40, 320)]
 
 
 def run_here() -> list[str]:
     return kernel_sets(load_library(print))
+
+
+@pytest.mark.skipif(not CPUINFO.is_file(), reason="only Linux tells what the processor has")
+def test_every_set_that_the_processor_runs_was_compiled() -> None:
+    """A set that the compiler refuses is left out in silence, which here would be our mistake."""
+    flags = set(CPUINFO.read_text().split())
+    wanted = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "avx2": "avx2"}
+    assert run_here() == [*(name for name, flag in wanted.items() if flag in flags), "portable"]
 
 
 @pytest.fixture(scope="module")

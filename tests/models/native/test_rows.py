@@ -120,3 +120,18 @@ def test_sixty_four_sequences(alone: Alone, threads: int) -> None:
 
 def test_a_long_prompt_whole_and_in_pieces(alone: Alone) -> None:
     check(alone, 2, 16, [[LENGTH], [1, LENGTH], [128, 129, LENGTH], [127, 256, LENGTH]], 0)
+
+
+def test_every_number_of_rows(alone: Alone) -> None:
+    """Rows are cut into tiles by their number; each cut has code of its own."""
+    backend = alone.kind.backend(threads=2)
+    backend.allocate(40)
+    free, lanes = list(range(40)), [Lane(alone.texts[i % TEXTS]) for i in range(40)]
+    step(backend, [(lane, lane.ids[:9]) for lane in lanes], free)
+    for lane in lanes:
+        lane.done = 9
+    for rows in range(1, 41):
+        said = step(backend, [(lane, lane.ids[9:10]) for lane in lanes[:rows]], free)
+        for i, (logits, features) in enumerate(said):
+            assert torch.equal(logits[0], alone.said[i % TEXTS][0][9])
+            assert torch.equal(features[0], alone.said[i % TEXTS][1][9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from dspark.models.targets.backend import RaggedBatch
 from dspark.models.targets.native import NativeBackend, NativeOptions
+from dspark.models.targets.native.compiling import SOURCE, find_compiler
 from dspark.models.targets.native.threads import cpu_quota, usable_threads
 
 from ..tiny import tiny_model
@@ -109,3 +111,19 @@ def test_numbers_outside_the_pool_are_refused() -> None:
         backend.forward(batch())
     with pytest.raises(IndexError):
         backend.copy(0, 2)
+
+
+def test_the_pool_has_no_race(tmp_path: Path) -> None:
+    """Under the compiler's thread sanitizer, where it has one."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    program = tmp_path / "pool_check"
+    command = [compiler, "-std=c++17", "-O1", "-fsanitize=thread", "-pthread", f"-I{SOURCE}"]
+    files = [Path(__file__).parent / "pool_check.cpp", SOURCE / "pool.cpp"]
+    made = subprocess.run([*command, *files, "-o", program], capture_output=True, text=True)
+    if made.returncode and "tsan" in made.stderr:
+        pytest.skip("needs a compiler with libtsan")
+    assert made.returncode == 0, made.stderr
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "ok\n"), ran.stderr

@@ -275,7 +275,7 @@ INLINE VF scales(const uint16_t *p) {
 #if defined(__AVXVNNI__)
 constexpr int MR8 = 3;
 INLINE VQ dot(VQ acc, VQ w, VQ x) {
-  asm("{vex} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
   return acc;
 }
 #else

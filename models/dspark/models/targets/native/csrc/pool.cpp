@@ -111,10 +111,12 @@ bool Pool::take_of(int share, int thread) {
     if (next_of(ticket) >= end_of(ticket)) return false;
   } while (!shared.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
                                          std::memory_order_acquire));
-  // The phase cannot end before this item is done, so open_ is the phase of the ticket.
-  const Phase &phase = *open_;
-  phase.run(static_cast<int>(next_of(ticket)), thread);
-  if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == phase.items) open_next();
+  // The phase cannot end before this item is done, so open_ is the phase of the ticket; once it is
+  // counted the phase may be gone, and what is needed of it has been read.
+  const Phase *phase = open_;
+  const int items = phase->items;
+  phase->run(static_cast<int>(next_of(ticket)), thread);
+  if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == items) open_next();
   return true;
 }
 
