@@ -16,12 +16,14 @@ int main() {
       phases.push_back({static_cast<int>(ran[p].size()), [&ran, &early, p](int item, int) {
                           ran[p][item]++;
                           if (p)
-                            for (int times : ran[p - 1]) if (times != 1) early = true;
+                            for (int times : ran[p - 1])
+                              if (times != 1) early = true;
                         }});
     }
     pool.run(phases);
     for (const auto &phase : ran)
-      for (int times : phase) if (times != 1) early = true;
+      for (int times : phase)
+        if (times != 1) early = true;
     if (early) return 1;
   }
   std::puts("ok");
