@@ -65,6 +65,7 @@ def calibrate(
         Path | None, typer.Option("--output", help="A file for the figures, as JSON.")
     ] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Beside the checkpoint.")] = True,
+    backend: options.Backend = "transformers",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,
@@ -84,7 +85,7 @@ def calibrate(
             raise InvalidRequest(name, value, "must be at least 1")
     if not 0 < temperature <= 100:
         raise InvalidRequest("temperature", temperature, "must be in (0, 100]")
-    opened = Target(target, dtype, device, threads)
+    opened = Target(target, backend, dtype, device, threads)
     model = opened.drafter(str(drafter))
     ids = _held_out(opened, drafter, data or [], prompts)
     from dspark.core.plans import CalibrationTable

@@ -86,6 +86,7 @@ def generate(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="State the sizes and stop.")] = False,
     model: options.Model = "smollm2-135m",
+    backend: options.Backend = "transformers",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     drafter: options.DrafterName = "none",
@@ -118,7 +119,7 @@ def generate(
         raise InvalidRequest("seed", seed, "must be in [0, 2^63)")
     if drafter not in ("none", "ngram"):
         raise InvalidRequest("drafter", drafter, "must be none or ngram")
-    opened = Target(model, dtype, device, threads)
+    opened = Target(model, backend, dtype, device, threads)
     chosen = opened.layers(layers)
     width = opened.tensors.hidden_size
     layout = Layout(chosen, width, min(top_k, opened.vocab_size), feature_dtype)
@@ -196,6 +197,7 @@ def synthesize(
     seed: Annotated[int, typer.Option("--seed", help="Of the sampling.")] = 0,
     concurrency: Annotated[int, typer.Option("--concurrency", help="Prompts at once.")] = 64,
     model: options.Model = "smollm2-135m",
+    backend: options.Backend = "transformers",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,
@@ -216,7 +218,7 @@ def synthesize(
             raise InvalidRequest(name, value, "must be at least 1")
     if temperature <= 0:
         raise InvalidRequest("temperature", temperature, "must be above 0: all would be the same")
-    opened = Target(model, dtype, device, threads)
+    opened = Target(model, backend, dtype, device, threads)
     wish = Wish(prompts, domain, system, opener_words, temperature, top_p, max_tokens, seed)
     with rate_bar("prompts", console()) as advance:
         made = synthesize_prompts(

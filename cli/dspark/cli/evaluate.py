@@ -93,6 +93,7 @@ def evaluate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON in place of a table.")
     ] = False,
+    backend: options.Backend = "transformers",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,
@@ -115,7 +116,7 @@ def evaluate(
         if value is not None and value < 1:
             raise InvalidRequest(field, value, "must be at least 1")
     files = _files(prompts or [])
-    opened = Target(target, dtype, device, threads)
+    opened = Target(target, backend, dtype, device, threads)
     model = opened.drafter(drafter, gamma=gamma, candidates=candidates)
     from dspark.training.evaluation import Asked, report
     from dspark.training.rounds import Asking, ask
@@ -200,6 +201,7 @@ def trace(
     ],
     target: TargetName = "smollm2-135m",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of the answer.")] = 64,
+    backend: options.Backend = "transformers",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,
@@ -214,7 +216,7 @@ def trace(
     ids = parse_ids(prompt_ids).ids
     if not ids:
         raise InvalidRequest("prompt_ids", [], "is empty")
-    opened = Target(target, dtype, device, threads)
+    opened = Target(target, backend, dtype, device, threads)
     from dspark.training.trace import trace as follow
 
     found = follow(

@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 class Target:
-    """A target in this process, on the transformers backend. Raises ModelError, ConfigError."""
+    """A target in this process. Raises ModelError, ConfigError."""
 
-    def __init__(self, model: str, dtype: str, device: str, threads: int) -> None:
-        from dspark.deploy.single import TargetConfig
+    def __init__(self, model: str, backend: str, dtype: str, device: str, threads: int) -> None:
+        from dspark.deploy.single import Progress, TargetConfig, open_backend
 
         # Refuses what is not one of its choices before torch is imported.
         self.config = TargetConfig(
-            model, dtype=dtype, device=device, drafter="none", threads=threads
+            model, backend, dtype, device=device, drafter="none", threads=threads
         )
         import torch
 
         from dspark.models import load_target, resolve
         from dspark.models.drafters.target_tensors import TargetTensors
-        from dspark.models.targets.transformers import TransformersBackend
 
         if threads:
             torch.set_num_threads(threads)
         self.path: Path = resolve(model, progress=say)
-        loaded = load_target(self.path, dtype=getattr(torch, dtype), device=device)
+        weights = getattr(torch, self.config.weights_dtype)
+        loaded = load_target(self.path, dtype=weights, device=device)
         self.tensors = TargetTensors.of(loaded)
         # The backend takes the linear layers' weights apart: hashes before it.
         self.embedding_hash = self.tensors.embedding_hash
-        self.backend = TransformersBackend(loaded)
+        self.backend = open_backend(self.config, loaded, Progress(line=say))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
