@@ -119,6 +119,16 @@ def test_a_cost_of_another_speed_serves(start: Start, cache: Path) -> None:
     assert loaded.cost.table_s == (20.0, 20.0)
 
 
+@pytest.mark.parametrize(("step_s", "told_s"), [(0.3, 0.5), (20.0, 10.0)])
+def test_a_full_step_does_not_look_like_a_death(
+    start: Start, cache: Path, step_s: float, told_s: float
+) -> None:
+    """Signs of life are given between steps, and three that are missed are one."""
+    start()
+    StepCost.from_table({1: step_s, 64: step_s}).save(kept(cache))
+    assert start().engine.config.heartbeat_s == told_s
+
+
 def test_a_cache_that_cannot_be_written_costs_a_line(start: Start, cache: Path) -> None:
     cache.write_text("no directory")
     loaded = start()

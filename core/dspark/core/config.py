@@ -19,7 +19,9 @@ class EngineConfig:
     verify: policy of the planner. retry_after_s: told to refused callers. buffered_events: of one
     choice that wait for its reader before its sequence pauses; at half of them it goes on.
     stall_timeout_s: seconds that a choice may stand paused; a tab that sleeps is given up, a reader
-    that is merely slow is not. heartbeat_s: seconds between two signs of life to a gateway.
+    that is merely slow is not. heartbeat_s: seconds between two signs of life to a gateway,
+    which takes three that are missed for a death; never less than half the longest step, after
+    which one is given.
     """
 
     kv_tokens: int = 65_536
@@ -33,7 +35,7 @@ class EngineConfig:
     retry_after_s: float = 1.0
     buffered_events: int = 64
     stall_timeout_s: float = 30.0
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 0.5
 
     def __post_init__(self) -> None:
         for field in fields(self):

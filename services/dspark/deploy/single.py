@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,12 +224,20 @@ def make_engine(
         drafters[trained.card.kind] = trained
     elif config.drafter == "ngram" and config.engine.gamma:
         drafters["ngram"] = NgramDrafter(config.engine.gamma)
-    engine = Engine(
-        backend, config.engine, OnlineStepCost(cost), drafters=drafters, eos_ids=eos_ids
-    )
+    settings = replace(config.engine, heartbeat_s=heartbeat_s(cost, config.engine))
+    engine = Engine(backend, settings, OnlineStepCost(cost), drafters=drafters, eos_ids=eos_ids)
     if trained is not None:
         engine.guidance.ship(trained.calibration)
     return engine
+
+
+def heartbeat_s(cost: StepCost, engine: EngineConfig) -> float:
+    """Seconds between signs of life that the engine can keep: they are given between steps, so a
+    step that is as full as it can be may not look like a death."""
+    longest_s = cost.seconds(
+        engine.prefill_chunk, engine.max_sequences, engine.max_step_tokens, engine.kv_tokens
+    )
+    return max(engine.heartbeat_s, longest_s / 2)
 
 
 def step_cost(
