@@ -112,9 +112,15 @@ async def test_a_newer_life_ends_it_with_a_status_of_its_own(started: Started) -
 
 
 async def test_a_signal_while_it_still_waits(started: Started) -> None:
-    started.role.waits_for = lambda: "no verifier has registered yet"
+    asked = asyncio.Event()
+
+    def waits_for() -> str:
+        asked.set()
+        return "no verifier has registered yet"
+
+    started.role.waits_for = waits_for
     running = started.run()
-    await asyncio.sleep(0.01)  # nothing that it does until it waits takes time
+    await asked.wait()
     send(signal.SIGTERM)
     started.server.done.set()
     assert await running == 0

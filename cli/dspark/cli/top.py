@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 POOLS = ("gateway", "verifier", "drafter")
 # Seconds; a scheduler looks at the cluster ten times a second.
 SHORTEST_S = 0.1
+# Columns where there is no terminal to say how many.
+_WIDE = 200
 
 Views = Mapping[str, ClusterStatus | DsparkError]
 
@@ -113,7 +115,7 @@ def _follow(config: ClusterConfig, interval: float, as_json: bool) -> None:
             except Unavailable as error:
                 typer.echo(json.dumps({"at": time.time(), "error": str(error)}))
             time.sleep(interval)
-    out = Console(highlight=False, markup=False, emoji=False)
+    out = _console()
     with Live(console=out, screen=out.is_terminal, auto_refresh=False) as live:
         while True:
             shown: RenderableType
@@ -126,8 +128,15 @@ def _follow(config: ClusterConfig, interval: float, as_json: bool) -> None:
 
 
 def _print(state: Mapping[str, Any]) -> None:
+    _console().print(rendered(state), soft_wrap=True)
+
+
+def _console() -> Console:
+    """As wide as the terminal; a file or a pipe has no width, and gets every column whole."""
     out = Console(highlight=False, markup=False, emoji=False)
-    out.print(rendered(state), soft_wrap=True)
+    if not out.is_terminal:
+        out.width = _WIDE
+    return out
 
 
 def cluster_state(found: Views, now: float) -> dict[str, Any]:

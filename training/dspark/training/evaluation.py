@@ -121,12 +121,6 @@ def report(
     return found
 
 
-def macro_tau(by_benchmark: Mapping[str, Mapping[str, Any]]) -> float:
-    """The mean of the benchmarks' τ, as the paper's averages are."""
-    taus = [row["tau"] for row in by_benchmark.values()]
-    return float(np.mean(taus)) if taus else float("nan")
-
-
 def _ratios(above: NDArray[np.int64], below: NDArray[np.int64]) -> list[float]:
     return [_ratio(a, b) for a, b in zip(above.tolist(), below.tolist(), strict=True)]
 
