@@ -13,6 +13,8 @@ A block of four output words serves four neighbouring ids, so a vocabulary costs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -28,19 +30,33 @@ _WEYL = np.arange(10, dtype=np.uint64)[:, None, None] * np.array(
     [[0x9E3779B9], [0xBB67AE85]], np.uint64
 )
 
-# Blocks at a time: what they need (state, product, float64 noise) is 640 KiB, within an L2 cache.
-_CHUNK = 8192
+# Blocks at a time: what they need (words, products, float64 noise) is 960 KiB, about an L2 cache;
+# with fewer the calls cost more than the words.
+_CHUNK = 12288
 
 
-def philox4x32(even: WordArray, odd: WordArray, key: WordArray) -> None:
+class NoiseScratch:
+    """What a chunk of a vocabulary's noise is made in, kept between rows. One caller at a time."""
+
+    def __init__(self, blocks: int = _CHUNK) -> None:
+        self.blocks = np.arange(blocks, dtype=np.uint64)
+        self.even, self.odd, self.product = np.empty((3, 2, blocks), np.uint64)
+        self.gaps = np.empty((2, 2, blocks))
+
+
+def philox4x32(
+    even: WordArray, odd: WordArray, key: WordArray, product: WordArray | None = None, done: int = 0
+) -> None:
     """Philox4x32-10 of n counters, in place. even: words c0, c2, uint64 [2, n]; odd: c1, c3; key:
     [2, 1] or [2, n]; all below 2^32. Words are kept in 64 bits so that a product needs no cast.
+    product: [2, n] to work in. done: rounds that are over already.
 
     One round, with hi and lo of a 64-bit product, and the key moved on by its Weyl constants:
         c0, c1, c2, c3 = hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)
     """
-    product = np.empty_like(even)
-    for round_key in (key + _WEYL) & _LOW:
+    if product is None:
+        product = np.empty_like(even)
+    for round_key in (key + _WEYL[done:]) & _LOW:
         np.multiply(even[::-1], _MULTIPLIERS, out=product)
         np.right_shift(product, _HALF_WORD, out=even)
         even ^= odd
@@ -56,24 +72,78 @@ def gumbel(
     seed: 64 bits, taken mod 2^64. choice, position: in [0, 2^32); position counts generated tokens
     from the end of the original prompt. token_ids: ids in [0, V). Raises ValueError.
     """
+    if token_ids is None:
+        noise = np.empty((-(-vocab_size // 4), 4))
+        for start, gaps in noise_gaps(seed, choice, position, vocab_size, NoiseScratch()):
+            noise[start // 4 : start // 4 + gaps.shape[1]] = gaps.T
+        return gumbel_of_gaps(noise.reshape(-1)[:vocab_size])
+    ids = np.asarray(token_ids, np.uint64)
+    flat = ids.ravel()
+    scratch = NoiseScratch(flat.size)
+    even, odd = _words(seed, choice, position, flat >> np.uint64(2), scratch)
+    return _gumbel_of_words(even, odd, flat).reshape(ids.shape)
+
+
+def noise_gaps(
+    seed: int, choice: int, position: int, vocab_size: int, scratch: NoiseScratch
+) -> Iterator[tuple[int, NoiseArray]]:
+    """2^32 (1 - u) of the ids in [0, V), exact, in chunks: the first id, and float64 [4, n] that
+    holds id first + 4 i + w at [w, i], which the next chunk overwrites. The last chunk may run on
+    to a multiple of four.
+
+    For those whom most ids' noise does not matter: where u is near 1, the noise is large. seed,
+    choice, position: as for `gumbel`.
+    """
+    blocks = -(-vocab_size // 4)
+    step = len(scratch.blocks)
+    for start in range(0, blocks, step):
+        n = min(step, blocks - start)
+        numbers = np.add(scratch.blocks[:n], np.uint64(start), out=scratch.product[1, :n])
+        even, odd = _words(seed, choice, position, numbers, scratch)
+        gaps = scratch.gaps.reshape(-1)[: 4 * n].reshape(2, 2, n)
+        gaps[:, 0] = even.view(np.int64)  # signed ones convert faster
+        gaps[:, 1] = odd.view(np.int64)
+        np.subtract(2.0**32 - 0.5, gaps, out=gaps)
+        yield 4 * start, gaps.reshape(4, n)
+
+
+def gumbel_of_gaps(gaps: NoiseArray) -> NoiseArray:
+    """In place: 2^32 (1 - u) -> -log(-log u)."""
+    np.subtract(2.0**32, gaps, out=gaps)  # exact, as the next: multiples of 1/2 below 2^32
+    gaps *= 2.0**-32
+    return _minus_log_minus_log(gaps)
+
+
+def _words(
+    seed: int, choice: int, position: int, blocks: WordArray, scratch: NoiseScratch
+) -> tuple[WordArray, WordArray]:
+    """Output words 0, 2 and 1, 3 of some blocks of one position: two [2, n]. `blocks` may be the
+    scratch's product[1].
+
+    Only c0 differs between the blocks, so half of the first two rounds is the same for all.
+    """
     if not (0 <= choice <= 0xFFFFFFFF and 0 <= position <= 0xFFFFFFFF):
         raise ValueError(f"choice {choice} and position {position} must be in [0, 2^32)")
+    n = len(blocks)
+    even, odd, product = scratch.even[:, :n], scratch.odd[:, :n], scratch.product[:, :n]
     seed %= 2**64
-    if token_ids is not None:
-        return gumbel_at(np.uint64(seed), choice, position, token_ids)
     key = np.array([[seed & 0xFFFFFFFF], [seed >> 32]], np.uint64)
-    noise = np.empty((-(-vocab_size // 4), 4))
-    for start in range(0, len(noise), _CHUNK):
-        chunk = noise[start : start + _CHUNK]
-        even = np.full((2, len(chunk)), choice, np.uint64)
-        even[0] = np.arange(start, start + len(chunk))
-        odd = np.zeros_like(even)
-        odd[0] = position
-        philox4x32(even, odd, key)
-        chunk[:, 0::2] = even.view(np.int64).T  # signed ones convert faster
-        chunk[:, 1::2] = odd.view(np.int64).T
-        _bits_to_gumbel(chunk)
-    return noise.reshape(-1)[:vocab_size]
+    (_, k1), (next_k0, next_k1) = ((key + _WEYL[:2]) & _LOW)[:, :, 0].tolist()
+    m1, m0 = _MULTIPLIERS[:, 0].tolist()
+    same = m1 * choice
+    c0 = (same >> 32) ^ position ^ (seed & 0xFFFFFFFF)
+    np.multiply(blocks, np.uint64(m0), out=product[0])
+    np.right_shift(product[0], _HALF_WORD, out=even[0])
+    even[0] ^= np.uint64(k1)  # c2 after one round
+    np.bitwise_and(product[0], _LOW, out=even[1])
+    even[1] ^= np.uint64(((m0 * c0) >> 32) ^ next_k1)  # c2 after two
+    np.multiply(even[0], np.uint64(m1), out=product[0])
+    np.right_shift(product[0], _HALF_WORD, out=even[0])
+    even[0] ^= np.uint64((same & 0xFFFFFFFF) ^ next_k0)  # c0
+    np.bitwise_and(product[0], _LOW, out=odd[0])  # c1
+    odd[1] = (m0 * c0) & 0xFFFFFFFF  # c3
+    philox4x32(even, odd, key, product, done=2)
+    return even, odd
 
 
 def gumbel_at(
@@ -90,17 +160,22 @@ def gumbel_at(
     odd = np.stack((position.ravel(), np.zeros(ids.size, np.uint64)))
     key = np.stack((seed.ravel() & _LOW, seed.ravel() >> _HALF_WORD))
     philox4x32(even, odd, key)
-    word = ids.ravel() & np.uint64(3)
+    return _gumbel_of_words(even, odd, ids.ravel()).reshape(ids.shape)
+
+
+def _gumbel_of_words(even: WordArray, odd: WordArray, ids: WordArray) -> NoiseArray:
+    """Each id's own word of its block, as noise: float64 [n]."""
+    word = ids & np.uint64(3)
     low, high = np.where(word & np.uint64(1), odd, even)
-    bits = np.where(word & np.uint64(2), high, low)
-    return _bits_to_gumbel(bits.astype(np.float64)).reshape(ids.shape)
+    u = np.where(word & np.uint64(2), high, low).astype(np.float64)
+    u += 0.5
+    u *= 2.0**-32  # exact
+    return _minus_log_minus_log(u)
 
 
-def _bits_to_gumbel(bits: NoiseArray) -> NoiseArray:
-    """In place: 32 random bits -> u = (bits + 1/2) / 2^32, exact in float64 -> -log(-log u)."""
-    bits += 0.5
-    bits *= 2.0**-32
-    np.log(bits, out=bits)
-    np.negative(bits, out=bits)
-    np.log(bits, out=bits)
-    return np.negative(bits, out=bits)
+def _minus_log_minus_log(u: NoiseArray) -> NoiseArray:
+    """In place."""
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    np.log(u, out=u)
+    return np.negative(u, out=u)

@@ -34,7 +34,7 @@ from dspark.core.traces import Round, RunTrace
 from dspark.core.verdicts import Verdict
 from dspark.models.targets.backend import Backend, StepOutput
 from dspark.models.targets.features import FeatureProjection
-from dspark.models.verification import TokenCounts, argmax_rows
+from dspark.models.verification import Scratch, TokenCounts, argmax_rows
 from dspark.scheduler import OnlineStepCost, Policy
 from dspark.verifier.asking import Asking
 from dspark.verifier.batcher import Batcher, Item
@@ -103,6 +103,7 @@ class Engine:
             cost, Policy.parse(config.verify), config.max_step_tokens, self.guidance
         )
         self._backend = backend
+        self._scratch = Scratch()
         self._batcher = Batcher(self.cache, config, self.desk.forget)
         self._eos_ids = frozenset(eos_ids)
         self.clock = clock
@@ -228,7 +229,7 @@ class Engine:
                 output = self._backend.forward(batch)
             with clock.lap("argmax"):
                 argmax = argmax_rows(output.logits)
-            verdicts = judge_step(items, step.lengths, output.logits, argmax)
+            verdicts = judge_step(items, step.lengths, output.logits, argmax, self._scratch)
             seconds = clock.laps["forward"] + clock.laps["argmax"]
             self._forward_s = seconds
             self.planner.learn(items, step, seconds)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dspark.core.errors import DsparkError, ModelError
 from dspark.core.verdicts import Verdict
-from dspark.models.verification import judge, verify_own
+from dspark.models.verification import Scratch, judge, verify_own
 from dspark.verifier.batcher import Item
 
 # A verdict, None for a prefill chunk that does not reach its end, or what went wrong.
@@ -20,10 +20,16 @@ _NO_TOKEN = ModelError("the target gave no token to choose: its largest logit is
 
 
 def judge_step(
-    items: Seq[Item], lengths: Seq[int], logits: torch.Tensor, argmax: NDArray[np.int64]
+    items: Seq[Item],
+    lengths: Seq[int],
+    logits: torch.Tensor,
+    argmax: NDArray[np.int64],
+    scratch: Scratch | None = None,
 ) -> list[Outcome]:
-    """One outcome an item. logits: float32 [L, V] in the order of `flatten`; argmax: int64 [L]."""
+    """One outcome an item. logits: float32 [L, V] in the order of `flatten`; argmax: int64 [L].
+    scratch: kept from step to step; None makes one for this step."""
     outcomes: list[Outcome] = []
+    scratch = scratch or Scratch()
     largest = logits.gather(1, torch.from_numpy(argmax)[:, None].to(logits.device)).cpu()
     sound = np.isfinite(largest.numpy()[:, 0]).tolist()
     own = argmax.tolist()
@@ -40,12 +46,14 @@ def judge_step(
             judged = sound[row : row + len(verdict.ids)]
             outcomes.append(verdict if all(judged) else _NO_TOKEN)
         else:
-            outcomes.append(_judge_one(item, logits[rows], draft_ids))
+            outcomes.append(_judge_one(item, logits[rows], draft_ids, scratch))
         row = rows.stop
     return outcomes
 
 
-def _judge_one(item: Item, logits: torch.Tensor, draft_ids: tuple[int, ...]) -> Outcome:
+def _judge_one(
+    item: Item, logits: torch.Tensor, draft_ids: tuple[int, ...], scratch: Scratch
+) -> Outcome:
     sequence, state = item.sequence, item.sequence.state
     draft = None if sequence.draft is None else sequence.draft.draft
     try:
@@ -60,6 +68,7 @@ def _judge_one(item: Item, logits: torch.Tensor, draft_ids: tuple[int, ...]) -> 
             counts=sequence.counts,
             support_ids=None if draft is None else draft.support_ids,
             support_weights=None if draft is None else draft.support_weights,
+            scratch=scratch,
         )
     except DsparkError as error:  # a row without a finite logit costs its own request only
         return error

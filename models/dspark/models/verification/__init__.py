@@ -5,7 +5,12 @@
 """
 
 from dspark.models.verification.counts import TokenCounts
-from dspark.models.verification.distribution import adjust, probabilities, token_logprob
+from dspark.models.verification.distribution import (
+    adjust,
+    distribution,
+    probabilities,
+    token_logprob,
+)
 from dspark.models.verification.judge import argmax_rows, judge
 from dspark.models.verification.rules import (
     coupled_token,
@@ -14,7 +19,10 @@ from dspark.models.verification.rules import (
     verify_own,
     verify_rejection,
 )
+from dspark.models.verification.scratch import Scratch
+from dspark.models.verification.selecting import largest, nucleus
 from dspark.models.verification.support import (
+    Distribution,
     check_support,
     draw,
     normalized_weights,
@@ -22,14 +30,19 @@ from dspark.models.verification.support import (
 )
 
 __all__ = [
+    "Distribution",
+    "Scratch",
     "TokenCounts",
     "adjust",
     "argmax_rows",
     "check_support",
     "coupled_token",
+    "distribution",
     "draw",
     "judge",
+    "largest",
     "normalized_weights",
+    "nucleus",
     "probabilities",
     "sample_from_support",
     "token_logprob",

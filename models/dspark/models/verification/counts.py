@@ -36,7 +36,16 @@ class TokenCounts:
         """The counts once `ids` are generated too. A new object unless there are none."""
         if len(ids) == 0:
             return self
-        every = np.concatenate((self.output_ids, np.asarray(ids, np.int64)))
-        weight = np.concatenate((self.output_counts, np.ones(len(ids), np.int64)))
-        output_ids, group = np.unique(every, return_inverse=True)
-        return TokenCounts(self.prompt_ids, output_ids, np.bincount(group, weight).astype(np.int64))
+        new, times = np.unique(np.asarray(ids, np.int64), return_counts=True)
+        at = np.searchsorted(self.output_ids, new)
+        known = np.append(self.output_ids, -1)[at] == new
+        counts = self.output_counts.copy()
+        counts[at[known]] += times[known]
+        if known.all():
+            return TokenCounts(self.prompt_ids, self.output_ids, counts)
+        fresh = ~known
+        return TokenCounts(
+            self.prompt_ids,
+            np.insert(self.output_ids, at[fresh], new[fresh]),
+            np.insert(counts, at[fresh], times[fresh]),
+        )
