@@ -1,11 +1,12 @@
 """What it costs to have the drafter in another process: the default model, over loopback.
 
-    python benchmarks/separation.py [--drafter ngram|random] [--concurrency 1,8,16] [--json]
+    python benchmarks/separation.py [--drafter auto|ngram|random|DIR] [--concurrency 1,8,16]
+        [--backend native --dtype int8]
 
 Three arms, one after another within a round so that drift of a shared machine cancels:
   split      the drafter in a process of its own, one thread each
   together   both in one process at the same thread split: one thread each, one after the other
-  free       both in one process with all threads
+  free       both in one process with all threads (transformers only)
 `random` is a dspark drafter of two layers with random weights: nothing of it is accepted, so blocks
 of a fixed length are verified, which costs what good ones would. Printed: tokens a second of each
 arm, paired ratios of split to the others, and of split: bytes and messages a token, the share of
@@ -36,10 +37,12 @@ from dspark.core.replicas import Replica
 from dspark.core.requests import Committed, Request
 from dspark.core.sampling import SamplingParams
 from dspark.deploy.single import Loaded, TargetConfig, load
+from dspark.models.drafters.shipped import chosen_drafter
 from dspark.scheduler import OnlineStepCost
 from dspark.verifier.engine import Engine
 from dspark.verifier.runner import EngineRunner
 
+MODEL = "smollm2-135m"
 GAMMA = 5
 TEXT = (
     "Repeat this text word for word, three times: the harbour master keeps a list of every boat "
@@ -47,9 +50,10 @@ TEXT = (
 )
 
 
-def make_drafter(kind: str) -> Drafter:
-    """The same in every process that makes it."""
-    from dspark.models.drafters import NgramDrafter
+def make_drafter(kind: str, precision: str | None) -> Drafter:
+    """The same in every process that makes it. precision: of the native kernels; None for torch."""
+    from dspark.models.drafters import NgramDrafter, load_drafter
+    from dspark.models.drafters.native import NativeDraftOptions
 
     if kind == "ngram":
         return NgramDrafter(GAMMA)
@@ -60,7 +64,10 @@ def make_drafter(kind: str) -> Drafter:
     from dspark.models.drafters.kinds import new_drafter
     from dspark.models.drafters.target_tensors import TargetTensors
 
-    tensors = TargetTensors.read(resolve("smollm2-135m"))
+    tensors = TargetTensors.read(resolve(MODEL))
+    if kind != "random":
+        native = None if precision is None else NativeDraftOptions(precision, threads=1)
+        return load_drafter(kind, tensors, native=native)
     vocabulary, width = tensors.embedding.shape
     torch.manual_seed(0)
     config = DrafterConfig(
@@ -82,17 +89,16 @@ def make_drafter(kind: str) -> Drafter:
     return ModelDrafter(DrafterCheckpoint(new_drafter(config, tensors, None), "bench"))
 
 
-def draft(kind: str, told: Connection) -> None:
+def draft(kind: str, precision: str | None, told: Connection) -> None:
     """The other process: a drafter replica, until it is killed."""
     torch.set_num_threads(1)
-    asyncio.run(_draft(kind, told))
+    asyncio.run(_draft(make_drafter(kind, precision), told))
 
 
-async def _draft(kind: str, told: Connection) -> None:
+async def _draft(drafter: Drafter, told: Connection) -> None:
     from dspark.drafter import DrafterOffer, DraftingServicer, DraftRunner
     from dspark.serving import serve_grpc
 
-    drafter = make_drafter(kind)
     async with DraftRunner(drafter) as runner:
         servicer = DraftingServicer(runner, DrafterOffer.of(drafter), Replica("d1"))
         async with serve_grpc(servicer, drain_s=0.0) as server:
@@ -105,9 +111,10 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.kind = str(args.drafter)
         engine = EngineConfig(gamma=GAMMA, verify=args.verify, max_sequences=32)
-        target = TargetConfig(drafter="none", threads=1, engine=engine)
+        target = TargetConfig(
+            backend=args.backend, dtype=args.dtype, drafter="none", threads=1, engine=engine
+        )
         self.loaded: Loaded = load(target)
         self.ids = self.loaded.tokenizer.encode(TEXT)
 
@@ -122,7 +129,9 @@ class Bench:
     @asynccontextmanager
     async def together(self, threads: int) -> AsyncIterator[EngineRunner]:
         torch.set_num_threads(threads)
-        async with EngineRunner(self.engine(make_drafter(self.kind))) as runner:
+        async with EngineRunner(
+            self.engine(make_drafter(self.args.drafter, self.args.precision))
+        ) as runner:
             yield runner
 
     @asynccontextmanager
@@ -171,9 +180,12 @@ class Bench:
 
 async def measure(args: argparse.Namespace, address: str) -> list[dict[str, Any]]:
     bench = Bench(args)
+    arms = {"together": 1}
+    if args.backend == "transformers":  # native threads are chosen once, when it is opened
+        arms["free"] = len(os.sched_getaffinity(0))
     rows = []
     for users in map(int, args.concurrency.split(",")):
-        rates: dict[str, list[float]] = {"split": [], "together": [], "free": []}
+        rates: dict[str, list[float]] = {arm: [] for arm in ("split", *arms)}
         wire: dict[str, float] = {}
         for round_ in range(args.rounds + 1):
             async with bench.split(address) as (runner, link):
@@ -195,7 +207,7 @@ async def measure(args: argparse.Namespace, address: str) -> list[dict[str, Any]
                     "groups": engine.pacing.groups,
                 }
                 rates["split"].append(rate)
-            for arm, threads in (("together", 1), ("free", len(os.sched_getaffinity(0)))):
+            for arm, threads in arms.items():
                 async with bench.together(threads) as runner:
                     rates[arm].append(await bench.tokens_per_s(runner, users, round_))
         kept = {arm: seen[1:] for arm, seen in rates.items()}  # the first round warms up
@@ -207,7 +219,7 @@ async def measure(args: argparse.Namespace, address: str) -> list[dict[str, Any]
                     arm: statistics.median(
                         a / b for a, b in zip(kept["split"], kept[arm], strict=True)
                     )
-                    for arm in ("together", "free")
+                    for arm in arms
                 },
                 **wire,
             }
@@ -218,16 +230,22 @@ async def measure(args: argparse.Namespace, address: str) -> list[dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drafter", choices=("ngram", "random"), default="ngram")
+    parser.add_argument("--drafter", default="auto", help="auto, ngram, random or a directory")
+    parser.add_argument("--backend", default="transformers")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--verify", default="")
     parser.add_argument("--concurrency", default="1,8,16")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     args.verify = args.verify or ("fixed:3" if args.drafter == "random" else "early-stop")
+    args.drafter = chosen_drafter(args.drafter, MODEL)
+    args.precision = args.dtype if args.backend == "native" else None
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=draft, args=(args.drafter, theirs), daemon=True)
+    process = context.Process(
+        target=draft, args=(args.drafter, args.precision, theirs), daemon=True
+    )
     process.start()
     try:
         if not ours.poll(120):

@@ -115,6 +115,18 @@ def test_from_prompts_to_figures(
     assert {table.mode for table in tables} == set(SamplingMode)
     assert figure.stat().st_size > 1000
 
+    same, half = tmp_path / "same", tmp_path / "half"
+    export = ["drafter", "export", "--drafter", drafter, "--target", checkpoint, "--output"]
+    assert dspark(*export, same).status == 0
+    assert read_calibration(same, judged["drafter"]) == tables
+    halved = dspark(*export, half, "--dtype", "bfloat16")
+    assert "make it again with `dspark calibrate`" in halved.err
+    weights = [folder / "model.safetensors" for folder in (drafter, half)]
+    assert weights[1].stat().st_size < 0.6 * weights[0].stat().st_size
+    assert "is there already" in dspark(*export, half).err
+    public = dspark(*export, tmp_path / "public", "--format", "deepspec")
+    assert public.status == 0, public.err
+
     out, pictures = tmp_path / "eval.json", tmp_path / "figures"
     found = dspark(
         "eval", "--drafter", drafter, "--target", checkpoint, "--prompts", prompts, "--limit", 4,
@@ -214,6 +226,25 @@ def test_a_trace_by_the_command(dspark: Dspark) -> None:
     found = ran.answer
     assert found["output"] == list(golden.output)
     assert [one["draft"] for one in found["rounds"]] == [one.draft for one in golden.rounds]
+
+
+def test_an_exported_checkpoint_drafts_the_same(dspark: Dspark, tmp_path: Path) -> None:
+    """From the public format to ours and back."""
+    golden = traces("dspark_markov")[0]
+    target = GOLDEN / "target_qwen3_tiny"
+    place = GOLDEN / "dspark_markov"
+    for form in ("dspark", "deepspec"):
+        made = dspark(
+            "drafter", "export", "--drafter", place, "--target", target,
+            "--output", tmp_path / form, "--format", form,
+        )  # fmt: skip
+        assert made.status == 0, made.err
+        place = tmp_path / form
+        found = dspark(
+            "eval", "trace", "--target", target, "--drafter", place, "--dtype", "float32",
+            "--prompt-ids", json.dumps(golden.prompt), "--max-tokens", TOKENS, "--json",
+        ).answer  # fmt: skip
+        assert [one["draft"] for one in found["rounds"]] == [one.draft for one in golden.rounds]
 
 
 @pytest.mark.parametrize(

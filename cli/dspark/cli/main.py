@@ -15,6 +15,7 @@ from dspark.cli.calibrate import calibrate
 from dspark.cli.chat import chat
 from dspark.cli.data import app as data
 from dspark.cli.down import down
+from dspark.cli.drafter import app as drafter
 from dspark.cli.drain import drain
 from dspark.cli.evaluate import app as evaluate
 from dspark.cli.generate import generate
@@ -57,6 +58,7 @@ app.command()(calibrate)
 app.command()(simulate)
 app.add_typer(bench)
 app.add_typer(data)
+app.add_typer(drafter)
 app.add_typer(evaluate)
 
 

@@ -89,7 +89,11 @@ def write_files(
     replace: whether something may stand there. Raises ModelError.
     """
     with whole_directory(directory, replace=replace) as room:
-        plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        # A copy of each: a tied embedding and LM head are one tensor, which a file does not take.
+        plain = {
+            name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, t in tensors.items()
+        }
         save_file(plain, room / WEIGHTS, metadata={"format": "pt"})
         write_json(room / CONFIG, facts)
 
