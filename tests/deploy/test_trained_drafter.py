@@ -16,15 +16,18 @@ from dspark.core.requests import Committed, Request
 from dspark.core.sampling import SamplingMode, SamplingParams
 from dspark.deploy.single import Loaded, TargetConfig, load
 from dspark.models import load_target
+from dspark.models.cache import default_cache
 from dspark.models.drafters.calibration_file import save_calibration
 from dspark.models.drafters.checkpoint import TargetFacts, save_checkpoint
 from dspark.models.drafters.config import DrafterConfig
 from dspark.models.drafters.kinds import new_drafter
 from dspark.models.drafters.target_tensors import TargetTensors
+from dspark.models.targets.native.library import cached_library
 
 from ..cli.conftest import make_checkpoint
 
 GAMMA = 4
+USUAL_CACHE = default_cache()
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,9 @@ def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def loaded(target: Path, drafter: str, **config: Any) -> Loaded:
@@ -92,6 +96,24 @@ def test_it_drafts_and_the_text_is_the_targets(target: Path, drafter: Path) -> N
     assert not trained.engine.desk.faults
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_beside_a_native_target_it_drafts_natively(
+    target: Path, drafter: Path, dtype: str, cache: Path
+) -> None:
+    """In the target's precision, without a word, and the text is the target's."""
+    made = cached_library(lambda _: None, USUAL_CACHE).parent  # compiled once for all tests
+    (cache / "native").mkdir(parents=True)
+    (cache / "native" / made.name).symlink_to(made)
+    plain, _ = said(loaded(target, "none", backend="native", dtype=dtype))
+    trained = loaded(target, str(drafter), backend="native", dtype=dtype)
+    [source] = trained.engine.drafters.values()
+    assert source.drafter.kernel.name.startswith(f"native-{dtype}-")
+    ids, verified = said(trained)
+    assert ids == plain
+    assert verified > 0
+    assert not trained.engine.desk.faults
+
+
 def test_its_temperatures_are_in_use(target: Path, drafter: Path) -> None:
     engine = loaded(target, str(drafter)).engine
     card = engine.drafters["dspark"].card
@@ -110,5 +132,7 @@ def test_a_drafter_of_another_target_is_refused(drafter: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["ngrm", "no-such-directory"])
 def test_a_name_that_is_nothing(target: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"drafter: '{name}' is not one of: ngram, none, a dir"):
+    with pytest.raises(
+        ConfigError, match=f"drafter: '{name}' is not one of: auto, ngram, none, a dir"
+    ):
         loaded(target, name)

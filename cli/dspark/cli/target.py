@@ -115,6 +115,7 @@ class Target:
         ngram. candidates: of its sequential head, 0 for the whole vocabulary. Raises ModelError."""
         from dspark.models.drafters import NgramDrafter
         from dspark.models.drafters.loading import load_drafter
+        from dspark.models.drafters.native import NativeDraftOptions
 
         if name == "ngram":
             return NgramDrafter(gamma)
@@ -124,6 +125,7 @@ class Target:
             target_id=self.backend.target_id,
             tokenizer_hash=self.tokenizer.tokenizer_hash if self.speaks else "",
             candidates=candidates,
+            native=NativeDraftOptions.beside_target(self.backend),
             progress=say,
         )
         self.backend.load_projection(drafter.projection)

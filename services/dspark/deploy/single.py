@@ -17,6 +17,7 @@ from dspark.core.errors import ConfigError
 from dspark.core.replicas import VerifierCard
 from dspark.models import load_target, resolve
 from dspark.models.cache import default_cache
+from dspark.models.drafters.shipped import AUTO, chosen_drafter
 from dspark.scheduler import OnlineStepCost, Policy, StepCost, cost_key, hardware
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 PRECISIONS = {"transformers": ("float32", "bfloat16"), "native": ("float32", "int8")}
 BACKENDS = tuple(PRECISIONS)
 DTYPES = ("float32", "bfloat16", "int8")
-DRAFTERS = ("ngram", "none")
+DRAFTERS = (AUTO, "ngram", "none")
 MAX_THREADS = 1024  # more than any machine's cores; OpenMP dies of a number it cannot start
 
 
@@ -46,7 +47,7 @@ class TargetConfig:
     backend: str = "transformers"
     dtype: str = "float32"
     device: str = "cpu"
-    drafter: str = "ngram"
+    drafter: str = AUTO
     threads: int = 0
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -63,7 +64,7 @@ class TargetConfig:
                 f"{', '.join(PRECISIONS[self.backend])}"
             )
         if (
-            not self.has_plain_drafter
+            self.drafter not in DRAFTERS
             and "/" not in self.drafter
             and not Path(self.drafter).is_dir()
         ):
@@ -85,9 +86,14 @@ class TargetConfig:
         return "float32" if self.dtype == "int8" else self.dtype
 
     @property
+    def chosen_drafter(self) -> str:
+        """What `drafter` stands for: `auto` is decided by the model's name."""
+        return chosen_drafter(self.drafter, self.model)
+
+    @property
     def has_plain_drafter(self) -> bool:
         """One without weights."""
-        return self.drafter in DRAFTERS
+        return self.chosen_drafter in ("ngram", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ def load(
     from dspark.deploy.memory import bytes_per_token, check_kv_tokens, free_bytes
     from dspark.gateway.tokenizer import Tokenizer
     from dspark.models.drafters import load_drafter
+    from dspark.models.drafters.native import NativeDraftOptions
     from dspark.models.drafters.target_tensors import TargetTensors
 
     progress = progress or Progress()
@@ -163,10 +170,11 @@ def load(
     trained = None
     if tensors is not None and config.engine.gamma:
         trained = load_drafter(
-            config.drafter,
+            config.chosen_drafter,
             tensors,
             target_id=backend.target_id,
             tokenizer_hash=tokenizer.tokenizer_hash,
+            native=NativeDraftOptions.beside_target(backend),
             progress=progress.line,
         )
     engine = make_engine(backend, config, cost, tokenizer.eos_ids, trained)
@@ -196,9 +204,16 @@ def open_backend(config: TargetConfig, model: PreTrainedModel, progress: Progres
     from dspark.models.targets.transformers import TransformersBackend
 
     if config.backend == "native":
-        from dspark.models.targets.native import NativeOptions, NativeUnavailable, open_native
+        from dspark.models.targets.native import (
+            NativeOptions,
+            NativeUnavailable,
+            Shelf,
+            open_native,
+        )
 
-        options = NativeOptions(precision=config.dtype, threads=config.threads)
+        # Replicas of one machine map the same weights.
+        shelf = Shelf(default_cache() / "native" / "weights")
+        options = NativeOptions(precision=config.dtype, threads=config.threads, shelf=shelf)
         try:
             return open_native(model, config.engine.block_size, options, progress.line)
         except NativeUnavailable as why:
@@ -222,7 +237,7 @@ def make_engine(
     if trained is not None:
         backend.load_projection(trained.projection)
         drafters[trained.card.kind] = trained
-    elif config.drafter == "ngram" and config.engine.gamma:
+    elif config.chosen_drafter == "ngram" and config.engine.gamma:
         drafters["ngram"] = NgramDrafter(config.engine.gamma)
     settings = replace(config.engine, heartbeat_s=heartbeat_s(cost, config.engine))
     engine = Engine(backend, settings, OnlineStepCost(cost), drafters=drafters, eos_ids=eos_ids)

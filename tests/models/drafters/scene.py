@@ -17,6 +17,7 @@ from dspark.models.drafters.config import DrafterConfig
 from dspark.models.drafters.draft_vocab import DraftVocabulary
 from dspark.models.drafters.drafting import ModelDrafter
 from dspark.models.drafters.kinds import new_drafter
+from dspark.models.drafters.native import NativeDraftOptions
 from dspark.models.drafters.target_tensors import TargetTensors
 from dspark.models.drafters.trunk import TARGET_TENSORS, Trunk
 
@@ -101,7 +102,15 @@ def tiny_drafter(
     return model.eval().requires_grad_(False)
 
 
+# Kinds that the native kernels draft too, by what a test calls them there.
+NATIVE = tuple(f"native-{name}" for name in KINDS if name not in ("eagle3", "mtp"))
+
+
 def tiny(name: str = "markov", *, model: Trunk | None = None, **options: Any) -> ModelDrafter:
+    """Of KINDS or NATIVE."""
+    if name in NATIVE:
+        name = name.removeprefix("native-")
+        options.setdefault("native", NativeDraftOptions(threads=1))
     model = tiny_drafter(name) if model is None else model
     return ModelDrafter(DrafterCheckpoint(model, name), **{"candidates": 0, **options})
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from dspark.core.drafts import Draft, DrafterCard, DraftRequest, NeedContext
 from dspark.models.drafters.backbone import ParallelDrafter
 from dspark.models.drafters.checkpoint import load_checkpoint
 from dspark.models.drafters.drafting import ModelDrafter
+from dspark.models.drafters.native import NativeDraftOptions
 from dspark.models.targets.transformers import TransformersBackend
 from dspark.verifier.engine import Engine
 
@@ -38,7 +40,13 @@ from .traces import (
 PARALLEL = [name for name in NAMES if name != "eagle3"]
 
 
-def drafter(name: str, **options: int) -> ModelDrafter:
+NATIVE = {"best": NativeDraftOptions(threads=2), "portable": NativeDraftOptions(kernels="portable")}
+# What drafts: torch, or native kernels of a set, which take no eagle3.
+DRAWN_BY = [(name, kernels) for name in NAMES for kernels in ("torch", *NATIVE)]
+DRAWN_BY = [pair for pair in DRAWN_BY if pair[0] in PARALLEL or pair[1] == "torch"]
+
+
+def drafter(name: str, **options: Any) -> ModelDrafter:
     return ModelDrafter(load_checkpoint(GOLDEN / name), **{"candidates": 0, **options})
 
 
@@ -88,10 +96,11 @@ def test_modules_draft_as_the_reference(name: str) -> None:
                 np.testing.assert_allclose(confidence, golden.confidence_logits, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sessions_draft_as_the_reference(name: str) -> None:
+@pytest.mark.parametrize(("name", "kernels"), DRAWN_BY)
+def test_sessions_draft_as_the_reference(name: str, kernels: str) -> None:
     """All six prompts side by side, each round bringing only what is new."""
-    model = drafter(name)
+    model = drafter(name, native=NATIVE.get(kernels))
+    assert kernels == "torch" or model.kernel.name.startswith("native-float32-")
     texts = traces(name)
     features = [trace.features(model.projection) for trace in texts]
     sent = [0] * len(texts)
@@ -143,10 +152,10 @@ class Recorder:
         self._inner.close(session)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_engine_runs_the_reference_rounds(name: str) -> None:
+@pytest.mark.parametrize(("name", "kernels"), [pair for pair in DRAWN_BY if pair[1] != "portable"])
+def test_the_engine_runs_the_reference_rounds(name: str, kernels: str) -> None:
     """Greedy text is the target's alone; anchors, drafts and accepted counts are the trace's."""
-    spoken = Recorder(drafter(name))
+    spoken = Recorder(drafter(name, native=NATIVE.get(kernels)))
     backend = TransformersBackend(load_target())
     backend.load_projection(spoken._inner.projection)
     engine = Engine(

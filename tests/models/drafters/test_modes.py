@@ -22,7 +22,7 @@ from dspark.models.verification import (
 )
 
 from .plain import plain_hidden, plain_logits
-from .scene import GAMMA, KINDS, SOME_IDS, Talk, V, only, tiny, tiny_drafter
+from .scene import GAMMA, KINDS, NATIVE, SOME_IDS, Talk, V, only, tiny, tiny_drafter
 
 T = 0.8
 REJECTION = DraftSampling(SamplingMode.REJECTION, T)
@@ -140,7 +140,10 @@ def drafted(name: str, sampling: DraftSampling, rounds: int, **options: Any) -> 
 
 @pytest.mark.parametrize(
     ("name", "candidates"),
-    [("markov", 0), ("rnn", 24), ("reduced", 24), ("dflash", 0), ("eagle3", 0)],
+    [
+        *(("markov", 0), ("rnn", 24), ("reduced", 24), ("dflash", 0), ("eagle3", 0)),
+        *(("native-rnn", 24), ("native-dflash", 0)),
+    ],
 )
 def test_drafts_follow_the_support_that_is_shipped(name: str, candidates: int) -> None:
     """χ² of x_1, and of x_2 given the likeliest x_1: q is what the drafter says it is."""
@@ -167,10 +170,11 @@ def test_drafts_follow_the_support_that_is_shipped(name: str, candidates: int) -
         assert stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-3
 
 
-def test_what_is_said_before_a_draw_does_not_know_it() -> None:
+@pytest.mark.parametrize("name", ["gated", "native-gated"])
+def test_what_is_said_before_a_draw_does_not_know_it(name: str) -> None:
     """c_1 is the same in every draft of one context, c_2 and the second support depend on x_1
     alone (L2, not anticipating)."""
-    drafts = drafted("gated", REJECTION, 150)
+    drafts = drafted(name, REJECTION, 150)
     assert len({draft.confidence_logits[0] for draft in drafts}) == 1
     seconds: dict[int, set[tuple[bytes, bytes]]] = {}
     for draft in drafts:
@@ -181,7 +185,7 @@ def test_what_is_said_before_a_draw_does_not_know_it() -> None:
     assert len(set.union(*seconds.values())) > 1
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *NATIVE])
 def test_a_coupled_draft_is_a_function_of_seed_and_place(name: str) -> None:
     """It is what the draft's own distribution gives under the shared noise; no rng is used."""
     one, two = drafted(name, COUPLED, 2, candidates=24)
@@ -191,11 +195,12 @@ def test_a_coupled_draft_is_a_function_of_seed_and_place(name: str) -> None:
     assert one.support_ids is None
 
 
-def test_a_coupled_draft_is_the_drafters_sample_under_the_noise() -> None:
+@pytest.mark.parametrize("name", ["gated", "native-gated"])
+def test_a_coupled_draft_is_the_drafters_sample_under_the_noise(name: str) -> None:
     model = tiny_drafter("gated")
     assert isinstance(model, ParallelDrafter)
     talk = Talk("a", 30)
-    draft = drafted("gated", COUPLED, 1)[0]
+    draft = drafted(name, COUPLED, 1)[0]
     with torch.inference_mode():
         context = torch.from_numpy(talk.features[:20])
         hidden = plain_hidden(model, context, torch.arange(20), talk.ids[:21])
@@ -210,13 +215,14 @@ def test_a_coupled_draft_is_the_drafters_sample_under_the_noise() -> None:
             before.append(token)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *NATIVE])
 def test_all_candidates_are_the_whole_head(name: str) -> None:
     """The restricted head with every id a candidate is the full one, and with few it proposes
     nothing else than candidates."""
     talks = [Talk(str(i), 40, seed=i) for i in range(12)]
     asked = [talk.ask(0, 20 + i) for i, talk in enumerate(talks)]
-    size = len(SOME_IDS) if KINDS[name].get("draft_vocab_size") else V
+    kind = name.removeprefix("native-")
+    size = len(SOME_IDS) if KINDS[kind].get("draft_vocab_size") else V
     whole, almost, few = (tiny(name, candidates=n) for n in (0, size - 1, 6))
     same = 0
     replies = zip(whole.propose(asked), almost.propose(asked), few.propose(asked), strict=True)
@@ -229,10 +235,10 @@ def test_all_candidates_are_the_whole_head(name: str) -> None:
         same += sum(a == b for a, b in zip(full.ids, cut.ids, strict=True))
     total = sum(len(reply.ids) for reply in whole.propose(asked))
     assert same > total / 2
-    assert name not in ("markov", "rnn") or same < total, "six candidates changed nothing"
+    assert kind not in ("markov", "rnn") or same < total, "six candidates changed nothing"
 
 
-@pytest.mark.parametrize("name", ["reduced", "mtp"])
+@pytest.mark.parametrize("name", ["reduced", "native-reduced", "mtp"])
 @pytest.mark.parametrize("sampling", [REJECTION, COUPLED])
 def test_a_reduced_vocabulary_proposes_its_own_ids(name: str, sampling: DraftSampling) -> None:
     for draft in drafted(name, sampling, 20):

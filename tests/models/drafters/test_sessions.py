@@ -17,9 +17,9 @@ from dspark.models.drafters.drafting import ModelDrafter
 from dspark.models.drafters.sessions import FIRST_SLOTS
 
 from .plain import plain_draft
-from .scene import GAMMA, KINDS, D, Talk, only, tiny, tiny_drafter
+from .scene import GAMMA, KINDS, NATIVE, D, Talk, only, tiny, tiny_drafter
 
-MODELS = {name: tiny_drafter(name) for name in KINDS}
+MODELS = {name: tiny_drafter(name.removeprefix("native-")) for name in (*KINDS, *NATIVE)}
 # Two ways to the same float32 sum; a missing or doubled position moves logits by more than 0.01.
 CLOSE = 1e-5
 
@@ -38,7 +38,7 @@ def check(drafter: ModelDrafter, name: str, reply: Draft, talk: Talk, anchor: in
     np.testing.assert_allclose(reply.confidence_logits, confidence, atol=CLOSE, rtol=CLOSE)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *NATIVE])
 def test_cached_context_is_recomputed_context(name: str) -> None:
     """Rounds that bring 1 to 6 positions each, from a context of 1 to one past the first slots."""
     mine, talk = drafter(name), Talk("a", FIRST_SLOTS + 40)
@@ -50,7 +50,7 @@ def test_cached_context_is_recomputed_context(name: str) -> None:
         start = anchor
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *NATIVE])
 def test_a_ragged_batch_is_one_by_one(name: str) -> None:
     """Contexts of 1 to 300, new positions of 1 to 300, all in one call."""
     together, alone = drafter(name), drafter(name)
@@ -72,7 +72,7 @@ def test_a_ragged_batch_is_one_by_one(name: str) -> None:
         assert reply.session == request.session
 
 
-@pytest.mark.parametrize("name", ["markov", "eagle3"])
+@pytest.mark.parametrize("name", ["markov", "eagle3", "native-markov"])
 @pytest.mark.parametrize("window", [1, 7, 16])
 def test_a_window_reads_the_last_positions(name: str, window: int) -> None:
     """While it fills, when it is full, and after the ring has gone round several times."""
@@ -129,7 +129,7 @@ def test_a_lagging_session_is_asked_for_what_it_lacks() -> None:
     check(mine, "markov", only(mine.propose([talk.ask(54, 70, 2)])), talk, 70)
 
 
-@pytest.mark.parametrize("name", ["markov", "eagle3"])
+@pytest.mark.parametrize("name", ["markov", "eagle3", "native-markov"])
 def test_a_session_that_jumps_back(name: str) -> None:
     """To an earlier anchor, and to another text: what no longer holds is not looked at."""
     mine, talk = drafter(name), Talk("a", 60)
@@ -165,7 +165,7 @@ def test_a_pair_depends_on_the_id_after_it() -> None:
     check(mine, "markov", only(mine.propose([other.ask(20, 24, 1)])), other, 24)
 
 
-@pytest.mark.parametrize("name", ["markov", "eagle3"])
+@pytest.mark.parametrize("name", ["markov", "eagle3", "native-markov"])
 @given(data=st.data())
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_history_of_requests(name: str, data: st.DataObject) -> None:
@@ -254,7 +254,7 @@ def test_bytes_are_counted() -> None:
     assert mine.sessions.nbytes == 0
 
 
-@pytest.mark.parametrize("name", ["markov", "eagle3"])
+@pytest.mark.parametrize("name", ["markov", "eagle3", "native-markov"])
 def test_fewer_tokens_are_a_prefix(name: str) -> None:
     """A block is always whole inside; a request for less gets its beginning."""
     mine, talk = drafter(name), Talk("a", 50)

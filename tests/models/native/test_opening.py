@@ -16,6 +16,7 @@ from dspark.models.targets.native import (
     NativeBackend,
     NativeOptions,
     NativeUnavailable,
+    Shelf,
     open_native,
 )
 from dspark.models.targets.native.compiling import LIBRARY
@@ -34,11 +35,14 @@ def test_sound_backends_pass_their_check(family: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("changed", ["layers.1.self_attn.k_proj", "layers.0.mlp.up_proj", "norm"])
 def test_a_backend_that_computes_something_else_does_not_serve(
-    precision: str, changed: str
+    precision: str, changed: str, shared: bool, tmp_path: Path
 ) -> None:
-    backend = NativeBackend(tiny_model("llama"), 16, NativeOptions(precision, threads=1))
+    options = NativeOptions(precision, threads=1, shelf=Shelf(tmp_path) if shared else None)
+    backend = NativeBackend(tiny_model("llama"), 16, options)
+    assert backend.shares_weights is shared
     other = tiny_model("llama")
     other.base_model.get_submodule(changed).weight.data.neg_()
     with pytest.raises(ModelError, match="self-check"):

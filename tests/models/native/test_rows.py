@@ -1,4 +1,5 @@
-"""A row is bit-equal whatever shares its step, however its text is cut, by any threads."""
+"""A row is bit-equal whatever shares its step, however its text is cut, by any threads, from
+weights of the process's own or mapped ones."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.models.targets.native import NativeBackend, NativeOptions
+from dspark.models.targets.native import NativeBackend, NativeOptions, Shelf
 
 from ..tiny import VOCABULARY, Ids, text, tiny_model
 from .walks import Lane, one_by_one, projection, step
@@ -30,18 +31,22 @@ class Kind:
     kv: str
     kernels: str | None = None
 
-    def backend(self, threads: int, block_size: int = 16) -> NativeBackend:
-        options = NativeOptions(self.precision, self.kv, threads, self.kernels)
+    def backend(
+        self, threads: int, block_size: int = 16, shelf: Shelf | None = None
+    ) -> NativeBackend:
+        options = NativeOptions(self.precision, self.kv, threads, self.kernels, shelf=shelf)
         backend = NativeBackend(tiny_model(self.family), block_size, options)
         backend.load_projection(projection(backend.shape.width))
         return backend
 
 
 class Alone:
-    """What a kind says of each text when it is decoded alone on one thread."""
+    """What a kind says of each text when it is decoded alone on one thread, its weights packed for
+    itself; those of the tests are mapped from `shelf`."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, shelf: Shelf) -> None:
         self.kind = kind
+        self.shelf = shelf
         self.texts = [text(LENGTH, seed) for seed in range(TEXTS)]
 
     @cached_property
@@ -61,15 +66,16 @@ KINDS = [
 @pytest.fixture(
     scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, vars(kind).values()))
 )
-def alone(request: pytest.FixtureRequest) -> Alone:
-    return Alone(request.param)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(request.param, Shelf(tmp_path_factory.mktemp("shelf")))
 
 
 def check(alone: Alone, threads: int, block_size: int, lanes: list[list[int]], seed: int) -> None:
     """lanes: each its cuts. A lane takes its next run in a step or stands back; behind the run come
     a few wrong tokens, as of a draft, whose rows nobody looks at."""
     draw = random.Random(seed)
-    backend = alone.kind.backend(threads, block_size)
+    backend = alone.kind.backend(threads, block_size, alone.shelf)
+    assert backend.shares_weights
     blocks = len(lanes) * -(-(LENGTH + 4) // block_size)
     backend.allocate(blocks)
     free = draw.sample(range(blocks), blocks)
@@ -124,7 +130,7 @@ def test_a_long_prompt_whole_and_in_pieces(alone: Alone) -> None:
 
 def test_every_number_of_rows(alone: Alone) -> None:
     """Rows are cut into tiles by their number; each cut has code of its own."""
-    backend = alone.kind.backend(threads=2)
+    backend = alone.kind.backend(threads=2, shelf=alone.shelf)
     backend.allocate(40)
     free, lanes = list(range(40)), [Lane(alone.texts[i % TEXTS]) for i in range(40)]
     step(backend, [(lane, lane.ids[:9]) for lane in lanes], free)

@@ -26,8 +26,8 @@ MAX_LOGIT = 30.0
 class Chooser:
     """Draws position after position for R requests. rng: of rejection rows.
 
-    tops: keep `top_logits`, [R, steps], the logit of max_v q_k(v) at each position drawn so far;
-    it is known before x_k is.
+    sampled: bool [R], the rows that are not greedy. tops: keep `top_logits`, [R, steps], the logit
+    of max_v q_k(v) at each position drawn so far; it is known before x_k is.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Chooser:
         modes = [request.sampling.mode for request in requests]
         sampled = [r for r in requests if r.sampling.mode is SamplingMode.REJECTION]
         noisy = [r for r in requests if r.sampling.mode is SamplingMode.COUPLED]
+        self.sampled = np.array([mode is not SamplingMode.GREEDY for mode in modes])
         self._rng = rng
         self._rejection = np.flatnonzero([mode is SamplingMode.REJECTION for mode in modes])
         self._coupled = np.flatnonzero([mode is SamplingMode.COUPLED for mode in modes])
@@ -59,7 +60,7 @@ class Chooser:
         logits: [R, C] of its candidates, finite. ids: [R, C], or [C] if all rows have the same.
         """
         chosen: IdArray = logits.argmax(axis=1)
-        if self._tops is None and not len(self._rejection) and not len(self._coupled):
+        if self._tops is None and not self.sampled.any():
             return chosen
         ids = np.broadcast_to(ids, logits.shape)
         top = np.take_along_axis(logits, chosen[:, None], axis=1)

@@ -5,35 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
-from torch import nn
 
 from dspark.core.drafts import MAX_SUPPORT, Draft, DrafterCard, DraftRequest, NeedContext
 from dspark.core.errors import ConfigError, InvalidRequest
 from dspark.core.plans import CalibrationTable
-from dspark.models.drafters.autoregressive import AutoregressiveDrafter
-from dspark.models.drafters.backbone import ParallelDrafter
-from dspark.models.drafters.blocks import draft_blocks
+from dspark.models.cache import Progress
 from dspark.models.drafters.checkpoint import DrafterCheckpoint
 from dspark.models.drafters.choosing import Chooser
-from dspark.models.drafters.injection import inject_context
+from dspark.models.drafters.kernels import DraftKernel, TorchKernel
+from dspark.models.drafters.native import NativeDraftOptions, NativeKernel
 from dspark.models.drafters.sessions import Ready, Sessions
-from dspark.models.drafters.token_steps import draft_steps
-from dspark.models.drafters.trunk import Trunk
 from dspark.models.targets.features import FeatureProjection
-from dspark.models.targets.packed import PackedLinear, can_pack, pack_linears
 
 # Candidates that the sequential head is applied to: as many as a support may hold.
 CANDIDATES = MAX_SUPPORT
 
 
 class ModelDrafter:
-    """Drafts with a checkpoint's model, which is its own from then on (linear layers are packed).
+    """Drafts with a checkpoint's model, which is its own from then on: on torch, or `native`.
 
     A round costs the block's own pass and attention over the window: context is projected once,
     when its features come. window: positions W, None for the checkpoint's. candidates: of the
     sequential head, 0 = the whole draft vocabulary. max_sessions, max_bytes: of what is remembered.
-    target_id, tokenizer_hash: of the target it serves. rng: of rejection draws. Raises ConfigError.
+    target_id, tokenizer_hash: of the target it serves. rng: of rejection draws. Raises ConfigError,
+    and NativeUnavailable where native kernels are asked for and do not fit. progress: told of the
+    library being compiled.
     """
 
     def __init__(
@@ -47,6 +43,8 @@ class ModelDrafter:
         target_id: str = "",
         tokenizer_hash: str = "",
         rng: np.random.Generator | None = None,
+        native: NativeDraftOptions | None = None,
+        progress: Progress = lambda _: None,
     ) -> None:
         config, model = checkpoint.config, checkpoint.model
         window = config.window if window is None else window
@@ -60,18 +58,24 @@ class ModelDrafter:
                 raise ConfigError(f"{name}: {value} must be at least {least}")
         self.projection: FeatureProjection = model.projection()
         self.calibration: tuple[CalibrationTable, ...] = checkpoint.calibration
-        self._model = _ready_to_draft(model)
+        self.kernel: DraftKernel
+        if native is None:
+            self.kernel = TorchKernel(model, candidates)
+        else:
+            self.kernel = NativeKernel(model, candidates, native, progress)
+        # What stands in for c_k without a head for it is known from what is drawn from.
+        self._confident = config.confidence
+        self._parallel = config.parallel
         self._gamma = config.gamma
         self._width = config.hidden_size
         self._window = window
-        self._candidates = candidates
         self._rng = rng or np.random.default_rng()
         self.sessions = Sessions(
             config,
             window=window,
             max_sessions=max_sessions,
             max_bytes=max_bytes,
-            device=model.norm.weight.device,
+            layout=self.kernel.layout,
         )
         self._card = DrafterCard(
             checkpoint.drafter_id,
@@ -119,10 +123,11 @@ class ModelDrafter:
     def close(self, session: str) -> None:
         self.sessions.close(session)
 
-    @torch.inference_mode()
     def _draft(self, batch: Sequence[Ready]) -> list[Draft]:
         try:
-            inject_context(self._model, self.sessions, batch)
+            for ready in batch:
+                self.sessions.make_slots(ready.session)
+            self.kernel.inject(self.sessions, batch)
             wanted = [self._wanted(ready) for ready in batch]
             drawn = [ready for ready, steps in zip(batch, wanted, strict=True) if steps]
             drafts = iter(self._draw(drawn, max(wanted)) if drawn else ())
@@ -140,21 +145,14 @@ class ModelDrafter:
 
     def _wanted(self, ready: Ready) -> int:
         """Tokens to draft for a request. A pair drafter has nothing to go by at position 0."""
-        if not self._model.config.parallel and ready.request.anchor_position == 0:
+        if not self._parallel and ready.request.anchor_position == 0:
             return 0
         return max(0, min(self._gamma, ready.request.gamma))
 
     def _draw(self, batch: Sequence[Ready], steps: int) -> list[Draft]:
         requests = [ready.request for ready in batch]
-        confident = getattr(self._model, "confidence_head", None) is not None
-        chooser = Chooser(requests, self._rng, tops=not confident)
-        if isinstance(self._model, ParallelDrafter):
-            ids, confidence = draft_blocks(
-                self._model, self.sessions, batch, chooser, steps, self._candidates
-            )
-        else:
-            assert isinstance(self._model, AutoregressiveDrafter)
-            ids, confidence = draft_steps(self._model, self.sessions, batch, chooser, steps)
+        chooser = Chooser(requests, self._rng, tops=not self._confident)
+        ids, confidence = self.kernel.draft(self.sessions, batch, chooser, steps)
         drafts = []
         for row, ready in enumerate(batch):
             request, length = ready.request, self._wanted(ready)
@@ -189,18 +187,6 @@ class ModelDrafter:
             raise InvalidRequest("temperature", sampling.temperature, "must be above 0")
         if sampling.mode == "rejection" and request.support_m < 1:
             raise InvalidRequest("support_m", request.support_m, "must be at least 1")
-
-
-def _ready_to_draft(model: Trunk) -> Trunk:
-    """Linear layers packed where that is possible. The sequential head keeps its rows, which are
-    gathered, and so does what is not used here (`fc`)."""
-    if can_pack(model.norm.weight.device, model.norm.weight.dtype):
-        pack_linears(model.get_submodule("layers"))
-        for name in ("lm_head", "eh_proj"):
-            linear = getattr(model, name, None)
-            if type(linear) is nn.Linear:
-                setattr(model, name, PackedLinear(linear))
-    return model.eval().requires_grad_(False)
 
 
 def _waves(requests: Sequence[DraftRequest]) -> Iterator[list[int]]:

@@ -19,9 +19,7 @@ ROWS = 4096
 def inject_context(model: Trunk, sessions: Sessions, batch: Sequence[Ready]) -> None:
     """Project the new positions of a batch and keep what comes of them. This is the only work that
     grows with the context, and it is done once a position."""
-    for ready in batch:
-        sessions.make_slots(ready.session)
-    for group in _groups(batch):
+    for group in groups(batch):
         counts = [ready.session.end - ready.first for ready in group]
         layers = _project(model, group)
         parts = [
@@ -50,7 +48,7 @@ def _project(model: Trunk, group: Sequence[Ready]) -> list[tuple[torch.Tensor, t
     return model.context_keys_values(rows, at, torch.tensor(following, device=device))
 
 
-def _groups(batch: Sequence[Ready]) -> Iterator[list[Ready]]:
+def groups(batch: Sequence[Ready]) -> Iterator[list[Ready]]:
     """Requests with new positions, as they are projected together: at most ROWS rows, or
     one request."""
     group: list[Ready] = []

@@ -40,10 +40,16 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def wavelengths(config: DrafterConfig, device: torch.device | None = None) -> torch.Tensor:
+    """float32 [hd / 2]: a position over them are its rotary angles."""
+    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    lengths: torch.Tensor = config.rope_theta ** (half / config.head_dim)
+    return lengths
+
+
 def rotary(config: DrafterConfig, positions: torch.Tensor) -> Rotary:
     """cos and sin [N, 1, hd] of positions [N], float32; sin has the sign of the rotated half."""
-    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    angle = positions.float()[:, None, None] / config.rope_theta ** (half / config.head_dim)
+    angle = positions.float()[:, None, None] / wavelengths(config, positions.device)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

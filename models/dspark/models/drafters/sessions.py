@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -24,13 +25,14 @@ FIRST_SLOTS = 256
 @dataclass(slots=True)
 class Session:
     """ids: committed, at positions base.. and the last of them the anchor. end: positions below it
-    have keys and values; low: from there on they are still in the ring. ring: float32
-    [layers, 2, kv_heads, slots + γ, hd]. draft: the last reply."""
+    have keys and values; low: from there on they are still in the ring. slots: of the ring, without
+    those of the block. draft: the last reply."""
 
     base: int
     low: int
     end: int
     ids: list[int] = field(default_factory=list)
+    slots: int = 0
     ring: torch.Tensor | None = None
     draft: Draft | None = None
 
@@ -50,6 +52,17 @@ class Ready:
         return self.session.ring
 
 
+class RingLayout(Protocol):
+    """How a ring lies in memory. axis: of the tensor, along which it grows."""
+
+    @property
+    def axis(self) -> int: ...
+
+    def empty(self, slots: int) -> torch.Tensor:
+        """A ring of so many slots and room for a block behind them."""
+        ...
+
+
 class Sessions:
     """Least recently used out first. window: W. lag: 1 if keys at position i depend on id i + 1.
 
@@ -63,14 +76,13 @@ class Sessions:
         window: int,
         max_sessions: int,
         max_bytes: int,
-        device: torch.device,
+        layout: RingLayout,
     ) -> None:
-        self._config = config
         self._window = window
         self._lag = 0 if config.parallel else 1
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
-        self._device = device
+        self._layout = layout
         self._held: OrderedDict[str, Session] = OrderedDict()
         self._bytes = 0
 
@@ -79,6 +91,10 @@ class Sessions:
 
     def __contains__(self, session: str) -> bool:
         return session in self._held
+
+    @property
+    def window(self) -> int:
+        return self._window
 
     @property
     def nbytes(self) -> int:
@@ -137,15 +153,18 @@ class Sessions:
         session.end = anchor
         return Ready(request, session, max(keep, session.low))
 
+    def first_slot(self, ready: Ready) -> int:
+        """Where the first of a request's new positions goes; after slot W - 1 comes slot 0."""
+        return (ready.first - ready.session.base) % self._window
+
     def inject(
         self,
         ready: Ready,
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Put keys and values of positions first..anchor-1, [n, kv_heads, hd] a layer, in place."""
-        session, ring = ready.session, ready.ring
-        count = session.end - ready.first
-        start = (ready.first - session.base) % self._window
+        ring, count = ready.ring, ready.session.end - ready.first
+        start = self.first_slot(ready)
         before_end = min(count, self._window - start)
         for layer, pair in enumerate(layers):
             for which, rows in enumerate(pair):
@@ -160,25 +179,18 @@ class Sessions:
 
     def make_slots(self, session: Session) -> None:
         """Room in its ring for all that it is to hold."""
-        config, needed = self._config, self.held(session)
-        room = 0 if session.ring is None else session.ring.shape[3] - config.gamma
+        needed, room = self.held(session), session.slots
         if room >= needed and session.ring is not None:
             return
         slots = max(room, min(FIRST_SLOTS, self._window))
         while slots < needed:
             slots = min(2 * slots, self._window)
-        ring = torch.empty(
-            config.num_layers,
-            2,
-            config.num_kv_heads,
-            slots + config.gamma,
-            config.head_dim,
-            device=self._device,
-        )
-        if session.ring is not None:  # it has never wrapped: it was below the window
-            ring[..., :room, :] = session.ring[..., :room, :]
-            self._bytes -= session.ring.nbytes
-        session.ring = ring
+        ring, old = self._layout.empty(slots), session.ring
+        if old is not None:  # it has never wrapped: it was below the window
+            axis = self._layout.axis
+            ring.narrow(axis, 0, old.shape[axis]).copy_(old)
+            self._bytes -= old.nbytes
+        session.ring, session.slots = ring, slots
         self._bytes += ring.nbytes
 
     def close(self, session: str) -> None:

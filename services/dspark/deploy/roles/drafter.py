@@ -89,18 +89,24 @@ def _load(place: Place) -> Drafter:
 
     from dspark.gateway.tokenizer import Tokenizer
     from dspark.models import resolve
+    from dspark.models.drafters.native import NativeDraftOptions
     from dspark.models.drafters.target_tensors import TargetTensors
     from dspark.models.targets.fingerprint import fingerprint_of
 
     if pool.threads:
         torch.set_num_threads(pool.threads)
+    settings = config.target()
+    native = None
+    if settings.backend == "native":  # in the precision that its targets have
+        native = NativeDraftOptions(settings.dtype, threads=pool.threads)
     target = resolve(config.model, progress=place.progress.line)
     return load_drafter(
-        pool.checkpoint,
+        config.chosen_drafter,
         TargetTensors.read(target),
-        target_id=fingerprint_of(target, getattr(torch, config.target().weights_dtype)),
+        target_id=fingerprint_of(target, getattr(torch, settings.weights_dtype)),
         tokenizer_hash=Tokenizer.load(target).tokenizer_hash,
         window=pool.window,
         candidates=pool.candidates,
+        native=native,
         progress=place.progress.line,
     )

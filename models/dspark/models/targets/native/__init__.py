@@ -3,5 +3,6 @@
 from dspark.models.targets.native.backend import NativeBackend, NativeOptions
 from dspark.models.targets.native.library import NativeUnavailable
 from dspark.models.targets.native.opening import open_native
+from dspark.models.targets.native.weights import Shelf
 
-__all__ = ["NativeBackend", "NativeOptions", "NativeUnavailable", "open_native"]
+__all__ = ["NativeBackend", "NativeOptions", "NativeUnavailable", "Shelf", "open_native"]

@@ -22,15 +22,16 @@ from dspark.models.targets.native.compiling import machine
 from dspark.models.targets.native.library import (
     Batch,
     Config,
-    Layer,
     NativeUnavailable,
     Projection,
     best_set,
     kernel_sets,
     load_library,
 )
+from dspark.models.targets.native.packing import Packing
 from dspark.models.targets.native.rotary import RotaryTables
 from dspark.models.targets.native.threads import usable_threads
+from dspark.models.targets.native.weights import Shelf
 from dspark.models.targets.transformers import check_rows_stand_alone
 
 _PRECISIONS = {"float32": 0, "int8": 1}
@@ -44,13 +45,15 @@ _ARRAYS = (
 class NativeOptions:
     """precision: of matrix products. kv: "float32" or "float16", None for what goes with the
     precision. threads: 0 for what the process may use. kernels: a kernel set, None for the best
-    one. cache: where the library is kept, None for the usual place."""
+    one. cache: where the library is kept, None for the usual place. shelf: where packed weights
+    are kept, to be mapped by all processes; None for memory of this process."""
 
     precision: str = "float32"
     kv: str | None = None
     threads: int = 0
     kernels: str | None = None
     cache: Path | None = None
+    shelf: Shelf | None = None
 
     @property
     def half_kv(self) -> bool:
@@ -58,8 +61,8 @@ class NativeOptions:
 
 
 class NativeBackend:
-    """Runs ragged steps of a float32 `…ForCausalLM` on the CPU. Its weights are copied, the model
-    is left as it is.
+    """Runs ragged steps of a float32 `…ForCausalLM` on the CPU. Its matrices are copied, the model
+    is left as it is; with a shelf nothing of it is needed afterwards, without one its embedding.
 
     Rows are bit-equal whatever the batch mates, the chunking and the number of threads; between
     kernel sets they are not, hence `name`. Raises `NativeUnavailable` for a model or a machine
@@ -79,12 +82,13 @@ class NativeBackend:
         self.target_id = fingerprint(model)
         self.block_size = block_size
         self.threads = usable_threads(options.threads)
+        self.precision = options.precision
         self.context_length = int(model.config.get_text_config().max_position_embeddings)
         self.vocab_size = shape.vocab
         self._rotary = RotaryTables(model)
         self._library = load_library(progress, options.cache)
         kernels = options.kernels or best_set(kernel_sets(self._library), machine())
-        self._embedding = model.get_input_embeddings().weight.detach().contiguous()
+        embedding = model.get_input_embeddings().weight.detach().contiguous()
         config = Config(
             layers=shape.layers,
             width=shape.width,
@@ -101,7 +105,7 @@ class NativeBackend:
             query_scale=shape.query_scale,
             kernels=kernels.encode(),
         )
-        handle = self._library.dn_create(ctypes.byref(config), self._embedding.data_ptr())
+        handle = self._library.dn_create(ctypes.byref(config), embedding.data_ptr())
         if not handle:
             raise NativeUnavailable(self._said())
         self._handle = ctypes.c_void_p(handle)
@@ -109,24 +113,30 @@ class NativeBackend:
         self.kernels: str = self._library.dn_model_kernels(self._handle).decode()
         kv = "-kv16" if options.half_kv else ""
         self.name = f"native-{options.precision}-{self.kernels}{kv}"
-        self._copy_weights(model)
+        packing = Packing(self._library, self._handle, model, shape.windows)
+        file = None
+        if options.shelf is None:
+            packing.private()
+        else:
+            maker = f"{self._library.dn_source().decode()}-{self.kernels}-{options.precision}"
+            file = packing.shared(options.shelf, maker, progress)
+        self.shares_weights = file is not None
+        if file is None:
+            self._embedding = embedding  # the library reads it
+        else:
+            weakref.finalize(self, file.close)
         self._projections: dict[str, _Loaded] = {}
         self._logits = torch.empty(0, shape.vocab)
         self.allocate(0)
 
-    def _copy_weights(self, model: PreTrainedModel) -> None:
-        for index, tensors in enumerate(decoder.layer_tensors(model)):
-            pointers = {name: _pointer(tensor) for name, tensor in tensors.items()}
-            layer = Layer(**pointers, window=self.shape.windows[index])
-            self._check(self._library.dn_set_layer(self._handle, index, ctypes.byref(layer)))
-        head: Any = model.get_output_embeddings()
-        named = {
-            "norm": model.base_model.norm.weight,
-            "lm_head": head.weight,
-            "lm_head.bias": head.bias,
-        }
-        ends = [decoder.finite(name, tensor) for name, tensor in named.items()]
-        self._check(self._library.dn_set_head(self._handle, *map(_pointer, ends)))
+    @property
+    def library(self) -> ctypes.CDLL:
+        return self._library
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        """Of the model in the library, for what works beside it."""
+        return self._handle
 
     @property
     def kv_bytes(self) -> int:

@@ -33,6 +33,7 @@ _SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "aarch64": {"portable": ()},
 }
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+_STEMS = ("api", "step", "phases", "draft", "draft_heads", "pack", "weights", "pool", "limits")
 _SECONDS = 300  # of one compilation, on a busy machine
 
 
@@ -86,8 +87,7 @@ def compile_library(target: Path, compiler: str) -> None:
         have = [f"-DDN_HAVE_{one}" for one, _ in objects]
         have.append(f'-DDN_SOURCE="{source_hash()}"')
         rest = [
-            threads.submit(_object, compiler, stem, room / f"{stem}.o", have)
-            for stem in ("api", "step", "pack", "pool", "limits")
+            threads.submit(_object, compiler, stem, room / f"{stem}.o", have) for stem in _STEMS
         ]
         files = [str(file) for _, file in objects] + [str(job.result()) for job in rest]
         made = target.with_name(f".{target.name}.{os.getpid()}")

@@ -77,27 +77,31 @@ def _window(config: Any, attention: Any) -> int:
     return int(own or 0)
 
 
-def layer_tensors(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor | None]]:
-    """Of each layer, by the names of `library.LAYER_TENSORS`: float32, contiguous. Raises
-    `ModelError` naming a tensor that holds a number which is not finite."""
+def layer_tensors(
+    model: PreTrainedModel, *, matrices: bool = True
+) -> Iterator[dict[str, torch.Tensor | None]]:
+    """Of each layer, by the names of `library.LAYER_TENSORS`: float32, contiguous; matrices or only
+    what lies beside them. Raises `ModelError` naming a tensor that holds a number which is not
+    finite."""
     layers: Any = model.base_model.layers
     for index, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         tensors = {
-            "qkv": torch.cat([one.weight for one in qkv]),
             "qkv_bias": _bias(*qkv),
-            "out": attention.o_proj.weight,
             "out_bias": _bias(attention.o_proj),
-            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
             "gate_up_bias": _bias(mlp.gate_proj, mlp.up_proj),
-            "down": mlp.down_proj.weight,
             "down_bias": _bias(mlp.down_proj),
             "attention_norm": layer.input_layernorm.weight,
             "mlp_norm": layer.post_attention_layernorm.weight,
             "q_norm": attention.q_norm.weight if hasattr(attention, "q_norm") else None,
             "k_norm": attention.k_norm.weight if hasattr(attention, "k_norm") else None,
         }
+        if matrices:
+            tensors["qkv"] = torch.cat([one.weight for one in qkv])
+            tensors["out"] = attention.o_proj.weight
+            tensors["gate_up"] = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+            tensors["down"] = mlp.down_proj.weight
         yield {name: finite(f"layer {index}, {name}", one) for name, one in tensors.items()}
 
 

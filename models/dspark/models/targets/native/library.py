@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import ClassVar
 
@@ -70,6 +70,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dn_set_layer": (c_int, [c_void_p, c_int, POINTER(Layer)]),
     "dn_set_head": (c_int, [c_void_p] * 4),
     "dn_destroy": (None, [c_void_p]),
+    "dn_weights_size": (c_int64, [c_void_p]),
+    "dn_weights": (c_void_p, [c_void_p]),
+    "dn_map": (c_int, [c_void_p, c_int]),
+    "dn_checksum": (c_uint64, [c_void_p, c_void_p, c_int64]),
     "dn_model_kernels": (c_char_p, [c_void_p]),
     "dn_weight_bytes": (c_int64, [c_void_p]),
     "dn_allocate": (c_int, [c_void_p, c_int64]),

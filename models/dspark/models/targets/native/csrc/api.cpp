@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "errors.h"
 #include "model.h"
 
 #if defined(__x86_64__)
@@ -21,7 +22,8 @@ DN_KERNEL_SETS(DN_DECLARE)
 
 namespace {
 
-thread_local std::string last_error;
+using dn::guarded;
+using dn::require;
 
 #if defined(__x86_64__)
 bool cpu_bit(unsigned leaf, unsigned sub, int output, int bit) {
@@ -58,26 +60,6 @@ std::vector<const dn::Kernels *> runnable() {
   return sets;
 }
 
-template <class F>
-int guarded(F f) {
-  try {
-    f();
-    return 0;
-  } catch (const std::bad_alloc &) {
-    last_error = "no memory";
-  } catch (const std::exception &error) {
-    last_error = error.what();
-  }
-  return -1;
-}
-
-void require(bool good, const char *what, long value, long limit) {
-  if (good) return;
-  char text[160];
-  std::snprintf(text, sizeof text, "%s: %ld, the limit is %ld", what, value, limit);
-  throw std::runtime_error(text);
-}
-
 void check_rows(const int32_t *rows, int count, int B, const char *what) {
   for (int i = 0; i < count; i++) require(rows[i] >= 0 && rows[i] < B, what, rows[i], B - 1);
 }
@@ -108,13 +90,44 @@ std::vector<float> copied(const float *from, int n) {
   return from ? std::vector<float>(from, from + n) : std::vector<float>();
 }
 
+// w NULL: it is in the file that the weights are of.
+void set_matrix(dn_model &model, dn_matrix &matrix, const float *w, const float *bias) {
+  matrix.bias = copied(bias, matrix.n);
+  if (!w && model.of_file) return;
+  if (!w || model.of_file) throw std::runtime_error("a matrix is in a file and given, or neither");
+  if (!model.weights.bytes()) dn::place(model, dn::Buffer(dn::weights_size(model)));
+  dn::fill(*model.pool, matrix, w);
+}
+
 }  // namespace
+
+namespace dn {
+
+std::string &last_error() {
+  thread_local std::string text;
+  return text;
+}
+
+void require(bool good, const char *what, long value, long limit) {
+  if (good) return;
+  char text[160];
+  std::snprintf(text, sizeof text, "%s: %ld, the limit is %ld", what, value, limit);
+  throw std::runtime_error(text);
+}
+
+const Kernels *find_kernels(const char *name) {
+  for (const Kernels *one : runnable())
+    if (!name || !std::strcmp(name, one->name)) return one;
+  throw std::runtime_error("kernels: this processor runs none of those");
+}
+
+}  // namespace dn
 
 extern "C" {
 
 int dn_abi(void) { return DN_ABI; }
 const char *dn_source(void) { return DN_SOURCE; }
-const char *dn_error(void) { return last_error.c_str(); }
+const char *dn_error(void) { return dn::last_error().c_str(); }
 
 const char *dn_kernels(int index) {
   const auto sets = runnable();
@@ -133,11 +146,19 @@ dn_model *dn_create(const dn_config *config, const float *embedding) {
     model->config = *config;
     model->config.kernels = nullptr;
     model->embedding = embedding;
-    for (const dn::Kernels *one : runnable())
-      if (!model->kernels && (!config->kernels || !std::strcmp(config->kernels, one->name)))
-        model->kernels = one;
-    if (!model->kernels) throw std::runtime_error("kernels: this processor runs none of those");
+    model->kernels = dn::find_kernels(config->kernels);
+    const int q = config->heads * config->head_dim;
+    const auto shaped = [&](int n, int k) {
+      return dn::shaped(model->kernels, config->int8 != 0, n, k);
+    };
     model->layers.resize(config->layers);
+    for (dn::Layer &layer : model->layers) {
+      layer.qkv = shaped(q + 2 * config->kv_heads * config->head_dim, config->width);
+      layer.out = shaped(config->width, q);
+      layer.gate_up = shaped(2 * config->inner, config->width);
+      layer.down = shaped(config->width, config->inner);
+    }
+    model->head = shaped(config->vocab, config->width);
     model->pool = std::make_unique<dn::Pool>(config->threads);
   });
   return failed ? nullptr : model.release();
@@ -147,15 +168,11 @@ int dn_set_layer(dn_model *model, int index, const dn_layer *from) {
   return guarded([&] {
     const dn_config &c = model->config;
     require(index >= 0 && index < c.layers, "layer", index, c.layers - 1);
-    const int q = c.heads * c.head_dim, qkv = q + 2 * c.kv_heads * c.head_dim;
-    const auto pack = [&](const float *w, int n, int k, const float *bias) {
-      return dn::pack(*model->pool, model->kernels, c.int8 != 0, w, n, k, bias);
-    };
     dn::Layer &layer = model->layers[index];
-    layer.qkv = pack(from->qkv, qkv, c.width, from->qkv_bias);
-    layer.out = pack(from->out, c.width, q, from->out_bias);
-    layer.gate_up = pack(from->gate_up, 2 * c.inner, c.width, from->gate_up_bias);
-    layer.down = pack(from->down, c.width, c.inner, from->down_bias);
+    set_matrix(*model, *layer.qkv, from->qkv, from->qkv_bias);
+    set_matrix(*model, *layer.out, from->out, from->out_bias);
+    set_matrix(*model, *layer.gate_up, from->gate_up, from->gate_up_bias);
+    set_matrix(*model, *layer.down, from->down, from->down_bias);
     layer.attention_norm = copied(from->attention_norm, c.width);
     layer.mlp_norm = copied(from->mlp_norm, c.width);
     layer.q_norm = copied(from->q_norm, c.head_dim);
@@ -168,8 +185,28 @@ int dn_set_head(dn_model *model, const float *final_norm, const float *head, con
   return guarded([&] {
     const dn_config &c = model->config;
     model->final_norm = copied(final_norm, c.width);
-    model->head = dn::pack(*model->pool, model->kernels, c.int8 != 0, head, c.vocab, c.width, bias);
+    set_matrix(*model, *model->head, head, bias);
   });
+}
+
+int64_t dn_weights_size(const dn_model *model) {
+  return static_cast<int64_t>(dn::weights_size(*model));
+}
+
+const void *dn_weights(const dn_model *model) { return model->weights.as<void>(); }
+
+int dn_map(dn_model *model, int file) {
+  return guarded([&] {
+    const size_t matrices = dn::weights_size(*model);
+    const size_t embedding = sizeof(float) * model->config.vocab * model->config.width;
+    dn::place(*model, dn::Buffer::of_file(file, matrices + embedding));
+    model->embedding = reinterpret_cast<const float *>(model->weights.as<char>() + matrices);
+    model->of_file = true;
+  });
+}
+
+uint64_t dn_checksum(dn_model *model, const void *from, int64_t bytes) {
+  return dn::checksum(*model->pool, from, static_cast<size_t>(bytes));
 }
 
 void dn_destroy(dn_model *model) { delete model; }
@@ -177,10 +214,10 @@ void dn_destroy(dn_model *model) { delete model; }
 const char *dn_model_kernels(const dn_model *model) { return model->kernels->name; }
 
 int64_t dn_weight_bytes(const dn_model *model) {
-  int64_t bytes = model->head ? static_cast<int64_t>(model->head->packed.bytes()) : 0;
+  int64_t bytes = static_cast<int64_t>(model->head->packed.bytes());
   for (const auto &layer : model->layers)
     for (const auto *one : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
-      if (*one) bytes += static_cast<int64_t>((*one)->packed.bytes());
+      bytes += static_cast<int64_t>((*one)->packed.bytes());
   return bytes;
 }
 

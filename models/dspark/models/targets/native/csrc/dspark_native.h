@@ -61,11 +61,24 @@ const char *dn_source(void);       /* hash of the source this was built from */
 const char *dn_kernels(int index); /* names of the kernel sets that run here, best first, or NULL */
 const char *dn_error(void);        /* of the last call on this thread that failed */
 
-/* `embedding` float32 [vocab, width] stays the caller's and must outlive the model. */
+/* `embedding` float32 [vocab, width] stays the caller's and must outlive the model, or until dn_map.
+ */
 dn_model *dn_create(const dn_config *, const float *embedding);
+/* The matrices as the kernels read them, in memory of the model's own or, after dn_map, in a file:
+ * then they are NULL in what dn_set_layer and dn_set_head get. */
 int dn_set_layer(dn_model *, int index, const dn_layer *);
 int dn_set_head(dn_model *, const float *final_norm, const float *head, const float *bias);
 void dn_destroy(dn_model *);
+/* A file for dn_map is the dn_weights_size bytes at dn_weights of a model with the same tensors,
+ * sizes and kernel set, by a library of the same source, and the embedding behind them. It is mapped
+ * read-only: one copy serves all processes. It may be closed afterwards, but not cut short. What the
+ * model had in memory of its own is freed. */
+int64_t dn_weights_size(const dn_model *);
+const void *dn_weights(const dn_model *);
+int dn_map(dn_model *, int file);
+/* Of any bytes, by the model's threads: equal for equal bytes; any change shows, but for those that
+ * are made to deceive. */
+uint64_t dn_checksum(dn_model *, const void *, int64_t bytes);
 const char *dn_model_kernels(const dn_model *);
 int64_t dn_weight_bytes(const dn_model *); /* read in a step whose rows all want logits */
 

@@ -8,7 +8,10 @@
 
 namespace dn {
 
-constexpr int kGroup = 64;        // inputs that share an int8 scale
+#ifndef DN_GROUP  // other sizes are for experiments (benchmarks/native_quality.py)
+#define DN_GROUP 64
+#endif
+constexpr int kGroup = DN_GROUP;  // inputs that share an int8 scale
 constexpr int kInt8Panel = 32;    // outputs of an int8 panel
 constexpr int kPartition = 128;   // keys that are summed before they are merged
 constexpr int kInt8Record = kGroup * kInt8Panel + 2 * kInt8Panel;  // bytes of a panel's group

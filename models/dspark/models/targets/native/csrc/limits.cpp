@@ -26,7 +26,7 @@ double best_seconds(F run) {
 
 double bandwidth(dn_model &model) {
   std::vector<const Buffer *> buffers;
-  if (model.head) buffers.push_back(&model.head->packed);
+  buffers.push_back(&model.head->packed);
   for (const Layer &layer : model.layers)
     for (const auto *one : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
       buffers.push_back(&(*one)->packed);

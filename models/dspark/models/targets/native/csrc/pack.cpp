@@ -1,9 +1,11 @@
 // Matrices become panels, and float32 becomes int8 where that is asked for.
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 #include "model.h"
 
@@ -78,13 +80,29 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
 #endif
 }
 
+Buffer Buffer::of_file(int file, size_t bytes) {
+  struct stat facts;
+  if (fstat(file, &facts) || static_cast<size_t>(facts.st_size) < bytes)
+    throw std::runtime_error("the file of weights is too short");
+  Buffer mapped;
+  void *at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file, 0);
+  if (at == MAP_FAILED) throw std::bad_alloc();
+  mapped.at_ = at;
+  mapped.bytes_ = bytes;
+#ifdef MADV_HUGEPAGE
+  madvise(at, bytes, MADV_HUGEPAGE);
+#endif
+  return mapped;
+}
+
 Buffer::~Buffer() {
-  if (at_) munmap(at_, bytes_);
+  if (at_ && own_) munmap(at_, bytes_);
 }
 
 Buffer &Buffer::operator=(Buffer &&other) noexcept {
   std::swap(at_, other.at_);
   std::swap(bytes_, other.bytes_);
+  std::swap(own_, other.own_);
   return *this;
 }
 
@@ -92,8 +110,7 @@ void Buffer::grow(size_t bytes) {
   if (bytes > this->bytes()) *this = Buffer(bytes + bytes / 4);
 }
 
-std::unique_ptr<dn_matrix> pack(Pool &pool, const Kernels *kernels, bool int8, const float *w,
-                                int n, int k, const float *bias) {
+std::unique_ptr<dn_matrix> shaped(const Kernels *kernels, bool int8, int n, int k) {
   auto matrix = std::make_unique<dn_matrix>();
   matrix->kernels = kernels;
   matrix->int8 = int8;
@@ -102,12 +119,25 @@ std::unique_ptr<dn_matrix> pack(Pool &pool, const Kernels *kernels, bool int8, c
   matrix->groups = (k + kGroup - 1) / kGroup;
   matrix->panel = int8 ? kInt8Panel : kernels->f32_panel;
   matrix->panels = (n + matrix->panel - 1) / matrix->panel;
+  return matrix;
+}
+
+size_t packed_bytes(const dn_matrix &matrix) {
+  const size_t panel = matrix.int8 ? static_cast<size_t>(matrix.groups) * kInt8Record
+                                   : sizeof(float) * matrix.panel * matrix.k;
+  return panel * matrix.panels;
+}
+
+void fill(Pool &pool, const dn_matrix &matrix, const float *w) {
+  pool.run({{matrix.panels, [&](int panel, int) { pack_panel(matrix, w, panel); }}});
+}
+
+std::unique_ptr<dn_matrix> pack(Pool &pool, const Kernels *kernels, bool int8, const float *w,
+                                int n, int k, const float *bias) {
+  auto matrix = shaped(kernels, int8, n, k);
   if (bias) matrix->bias.assign(bias, bias + n);
-  const size_t bytes = int8 ? static_cast<size_t>(matrix->groups) * kInt8Record
-                            : sizeof(float) * matrix->panel * k;
-  matrix->packed = Buffer(bytes * matrix->panels);
-  const dn_matrix &made = *matrix;
-  pool.run({{made.panels, [&](int panel, int) { pack_panel(made, w, panel); }}});
+  matrix->packed = Buffer(packed_bytes(*matrix));
+  fill(pool, *matrix, w);
   return matrix;
 }
 

@@ -64,6 +64,7 @@ Pool::~Pool() {
 }
 
 void Pool::run(const std::vector<Phase> &phases) {
+  std::lock_guard<std::mutex> alone(callers_);
   FlushDenormals flushed;
   next_ = phases.data();
   end_ = next_ + phases.size();

@@ -29,7 +29,8 @@ class Pool {
   int share_begin(int thread, int items) const {
     return static_cast<int>(int64_t{items} * thread / threads());
   }
-  // Runs the phases one after the other; the caller works too. One caller at a time.
+  // Runs the phases one after the other; the caller works too. A second caller
+  // waits for the first.
   void run(const std::vector<Phase> &phases);
 
  private:
@@ -50,7 +51,7 @@ class Pool {
   std::atomic<bool> running_{false}, stop_{false};
   const Phase *next_ = nullptr, *open_ = nullptr, *end_ = nullptr;
   uint64_t number_ = 0;
-  std::mutex mutex_;
+  std::mutex callers_, mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;
 };

@@ -2,25 +2,20 @@
 #include <algorithm>
 #include <cstring>
 
-#include "model.h"
+#include "phases.h"
 
 namespace dn {
 namespace {
 
-// Bytes of weights that an item of a product reads at least, and items a thread gets at most.
-constexpr size_t kItemBytes = 32 << 10;
-constexpr int kItemsPerThread = 8;
 constexpr int kQueriesPerItem = 48;
 // Sequences with at most so many new tokens may have their keys shared out among threads.
 constexpr int kFewRows = 16;
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-class Step {
+class Step : public Phases {
  public:
   // most: rows of any product, if some has more than B.
   Step(dn_model &model, int B, int most = 0)
-      : m_(model), c_(model.config), k_(*model.kernels), B_(B) {
+      : Phases(*model.pool, *model.kernels, model.rows8), m_(model), c_(model.config), B_(B) {
     const size_t rows = std::max(B, most);
     q_width_ = c_.heads * c_.head_dim;
     kv_width_ = c_.kv_heads * c_.head_dim;
@@ -34,19 +29,9 @@ class Step {
     // Whole cache lines a thread, or two would write to one.
     scratch_floats_ = (attend_scratch(c_.head_dim) + 2 * kQueriesPerItem * (c_.head_dim + 2)) / 16 *
                           16 + 32;
-    m_.scratch.grow(sizeof(float) * scratch_floats_ * m_.pool->threads());
+    m_.scratch.grow(sizeof(float) * scratch_floats_ * pool_.threads());
     make_room(std::max({c_.width, q_width_, c_.inner}), rows);
   }
-
-  // For `rows` rows of k inputs in int8.
-  void make_room(int k, size_t rows) {
-    const size_t groups = ceil_div(k, kGroup);
-    m_.int8.grow(rows * groups * kGroup);
-    m_.scale.grow(sizeof(float) * rows * groups);
-    m_.minus128.grow(sizeof(int32_t) * rows * groups);
-  }
-
-  void run() { m_.pool->run(phases_); }
 
   void embed(const int32_t *ids) {
     rows(B_, [=, this](int row) {
@@ -57,7 +42,7 @@ class Step {
 
   void attention_block(int index, const dn_batch &b) {
     const Layer &layer = m_.layers[index];
-    norm_rows(B_, nullptr, layer.attention_norm, *layer.qkv);
+    norm(B_, nullptr, layer.attention_norm, *layer.qkv);
     product(*layer.qkv, m_.normed.as<float>(), B_, m_.qkv.as<float>(), qkv_width_, false);
     store_keys(index, b);
     attend(index, b);
@@ -67,16 +52,16 @@ class Step {
 
   void mlp_block(int index) {
     const Layer &layer = m_.layers[index];
-    norm_rows(B_, nullptr, layer.mlp_norm, *layer.gate_up);
+    norm(B_, nullptr, layer.mlp_norm, *layer.gate_up);
     product(*layer.gate_up, m_.normed.as<float>(), B_, m_.gate_up.as<float>(), 2 * c_.inner,
             false);
-    gate_rows(*layer.down);
+    gate_rows(B_, m_.gate_up.as<float>(), c_.inner, m_.gated.as<float>(), layer.down->int8);
     product(*layer.down, m_.gated.as<float>(), B_, m_.hidden.as<float>(), c_.width, true);
   }
 
   void head(int L, const int32_t *which, float *logits) {
     if (!L) return;
-    norm_rows(L, which, m_.final_norm, *m_.head);
+    norm(L, which, m_.final_norm, *m_.head);
     product(*m_.head, m_.normed.as<float>(), L, logits, c_.vocab, false);
   }
 
@@ -127,43 +112,6 @@ class Step {
     m_.wide.grow(sizeof(float) * floats);
   }
 
-  void product(const dn_matrix &w, const float *x, int rows, float *out, long ld, bool add) {
-    Product p{};
-    p.weight = w.packed.as<void>();
-    p.bias = w.bias.empty() ? nullptr : w.bias.data();
-    p.n = w.n;
-    p.k = w.k;
-    p.add = add;
-    p.x = x;
-    p.rows8 = {m_.int8.as<int8_t>(), m_.scale.as<float>(), m_.minus128.as<int32_t>(), w.groups};
-    p.rows = rows;
-    p.out = out;
-    p.ld_out = ld;
-    // As many items as keep the threads even, but none so small that taking it costs more.
-    const size_t panel_bytes = w.packed.bytes() / w.panels;
-    const int threads = m_.pool->threads();
-    const int at_least = threads == 1 ? w.panels
-                                      : static_cast<int>((kItemBytes + panel_bytes - 1) /
-                                                         panel_bytes);
-    const int items = std::clamp(w.panels / std::max(at_least, 1), 1, kItemsPerThread * threads);
-    const auto run = w.int8 ? w.kernels->multiply_i8 : w.kernels->multiply_f32;
-    const auto panel = [panels = w.panels, items](int item) {
-      return static_cast<int>(int64_t{panels} * item / items);
-    };
-    const Pool *pool = m_.pool.get();
-    phases_.push_back({items, [=](int item, int) {
-                         int last = 0;  // item of whose share it is
-                         for (int t = 0; last <= item; t++) last = pool->share_begin(t + 1, items);
-                         run(p, panel(item), panel(item + 1), panel(last));
-                       }});
-  }
-
-  void quantise_rows(int count, const float *x, const dn_matrix &for_matrix) {
-    if (!for_matrix.int8) return;
-    const int k = for_matrix.k;
-    rows(count, [=, this](int row) { quantise(row, x + static_cast<size_t>(row) * k, k); });
-  }
-
  private:
   float *hidden(int row) const {
     return m_.hidden.as<float>() + static_cast<size_t>(row) * c_.width;
@@ -177,45 +125,10 @@ class Step {
     return at;
   }
 
-  void quantise(int row, const float *x, int k) const {
-    const size_t groups = ceil_div(k, kGroup);
-    k_.quantise(x, k, m_.int8.as<int8_t>() + row * groups * kGroup,
-                m_.scale.as<float>() + row * groups, m_.minus128.as<int32_t>() + row * groups);
-  }
-
-  // A phase over rows, several a turn where there are many.
-  template <class F>
-  void rows(int count, F f) {
-    const int items = std::min(count, 4 * m_.pool->threads());
-    phases_.push_back({items, [=](int item, int) {
-                         const int end = static_cast<int>(int64_t{count} * (item + 1) / items);
-                         for (int row = static_cast<int>(int64_t{count} * item / items); row < end;
-                              row++)
-                           f(row);
-                       }});
-  }
-
-  // Rows `which` (or all) of hidden, normed and made ready for a product.
-  void norm_rows(int count, const int32_t *which, const std::vector<float> &weight,
-                 const dn_matrix &for_matrix) {
-    const float *w = weight.data();
-    const bool int8 = for_matrix.int8;
-    rows(count, [=, this](int row) {
-      float *out = m_.normed.as<float>() + static_cast<size_t>(row) * c_.width;
-      k_.norm(hidden(which ? which[row] : row), w, c_.norm_eps, c_.width, out);
-      if (int8) quantise(row, out, c_.width);
-    });
-  }
-
-  void gate_rows(const dn_matrix &down) {
-    const bool int8 = down.int8;
-    const int n = c_.inner;
-    rows(B_, [=, this](int row) {
-      const float *both = m_.gate_up.as<float>() + static_cast<size_t>(row) * 2 * n;
-      float *out = m_.gated.as<float>() + static_cast<size_t>(row) * n;
-      k_.gate(both, both + n, n, out);
-      if (int8) quantise(row, out, n);
-    });
+  void norm(int count, const int32_t *which, const std::vector<float> &weight,
+            const dn_matrix &for_matrix) {
+    norm_rows(count, which, m_.hidden.as<float>(), weight, c_.norm_eps, m_.normed.as<float>(),
+              for_matrix.int8);
   }
 
   void *pool_at(const Buffer &pool, int64_t block, int kv_head) const {
@@ -283,7 +196,7 @@ class Step {
     planned_window_ = window;
     items_ = std::make_shared<std::vector<Item>>();
     shared_ = std::make_shared<std::vector<Item>>();
-    const int group = c_.heads / c_.kv_heads, threads = m_.pool->threads();
+    const int group = c_.heads / c_.kv_heads, threads = pool_.threads();
     int whole = 0;
     for (int r = 0; r < b.R; r++)
       whole += c_.kv_heads *
@@ -415,12 +328,10 @@ class Step {
 
   dn_model &m_;
   const dn_config &c_;
-  const Kernels &k_;
   int B_, q_width_, kv_width_, qkv_width_;
   size_t scratch_floats_;
   int planned_window_ = 0;
   std::shared_ptr<std::vector<Item>> items_, shared_;
-  std::vector<Phase> phases_;
 };
 
 }  // namespace
