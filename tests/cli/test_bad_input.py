@@ -51,7 +51,7 @@ EARLY = [
     (("--logit-bias", "[1]"), "logit_bias: '[1]' must be a JSON object of token id to number"),
     (("--logit-bias", '{"a": 1}'), "must be a JSON object of token id to number"),
     (("--logit-bias", '{"1": null}'), "must be a JSON object of token id to number"),
-    (("--drafter", "dspork"), "drafter: 'dspork' is not one of: ngram, none"),
+    (("--drafter", "dspork"), "drafter: 'dspork' is not one of: auto, ngram, none"),
     (("--verify", "fixed:0"), "verify: 'fixed:0' must be early-stop, top-k, fixed:N"),
     (("--verify", "threshold:2"), "threshold:X (X in [0, 1])"),
     (("--gamma", "-1"), "gamma: -1 must be in [0, "),

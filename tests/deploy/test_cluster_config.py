@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no bound": ({"gateway": {"bounds": {"body_s": 0}}}, "gateway.bounds.body_s: 0"),
     "no such drafter": (
         {"drafter": {"checkpoint": "magic"}},
-        "drafter.checkpoint: 'magic' is not ngram, a directory or a hub id",
+        "drafter.checkpoint: 'magic' is not auto, ngram, a directory or a hub id",
     ),
     "no such device": ({"device": "tpu"}, "device: 'tpu' is not one of: cpu, cuda, cuda:N"),
     "no such policy": (

@@ -33,7 +33,7 @@ def chat(
     model: options.Model = "smollm2-135m",
     system: options.System = None,
     backend: options.Backend = "transformers",
-    drafter: options.DrafterName = "ngram",
+    drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",
     dtype: options.DType = "float32",

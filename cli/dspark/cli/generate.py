@@ -66,7 +66,7 @@ def generate(
     ] = False,
     model: options.Model = "smollm2-135m",
     backend: options.Backend = "transformers",
-    drafter: options.DrafterName = "ngram",
+    drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",
     dtype: options.DType = "float32",

@@ -43,7 +43,8 @@ DrafterName = Annotated[
     str,
     typer.Option(
         "--drafter",
-        help="ngram, none, or a trained one: a directory or hub id.",
+        help="auto (the one that comes with dspark for the model, else ngram), ngram, none, or a "
+        "trained one: a directory or hub id.",
         rich_help_panel=TARGET,
     ),
 ]

@@ -65,13 +65,14 @@ def serve(
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", help="transformers.", rich_help_panel=options.TARGET),
+        typer.Option("--backend", help="transformers or native.", rich_help_panel=options.TARGET),
     ] = None,
     drafter: Annotated[
         str | None,
         typer.Option(
             "--drafter",
-            help="ngram, none, or a trained one: a directory or hub id.",
+            help="auto (the one that comes with dspark for the model, else ngram), ngram, none, "
+            "or a trained one: a directory or hub id.",
             rich_help_panel=options.TARGET,
         ),
     ] = None,
@@ -84,7 +85,11 @@ def serve(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="float32 or bfloat16.", rich_help_panel=options.TARGET),
+        typer.Option(
+            "--dtype",
+            help="float32, bfloat16, or int8 (native only).",
+            rich_help_panel=options.TARGET,
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="cpu or cuda:N.", rich_help_panel=options.TARGET)

@@ -30,6 +30,7 @@ from dspark.deploy.single import TargetConfig
 from dspark.drafter.batching import BatchingConfig
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.strict_file import Strict, read_strict, told
+from dspark.models.drafters.shipped import AUTO, chosen_drafter
 from dspark.scheduler.central import SchedulerConfig
 from dspark.scheduler.store import StoreConfig
 from dspark.scheduler.store.config import Server
@@ -149,10 +150,13 @@ class ClusterConfig(Strict):
             )
         drafter = self.drafter
         if not (
-            self.drafts_plainly or "/" in drafter.checkpoint or Path(drafter.checkpoint).is_dir()
+            drafter.checkpoint in (AUTO, "ngram")
+            or "/" in drafter.checkpoint
+            or Path(drafter.checkpoint).is_dir()
         ):
             raise ConfigError(
-                f"drafter.checkpoint: {drafter.checkpoint!r} is not ngram, a directory or a hub id"
+                f"drafter.checkpoint: {drafter.checkpoint!r} is not auto, ngram, a directory or a "
+                "hub id"
             )
 
     # --- what each process is told ----------------------------------------------------------------
@@ -171,7 +175,12 @@ class ClusterConfig(Strict):
     @property
     def drafts_plainly(self) -> bool:
         """The drafters need no weights."""
-        return self.drafter.checkpoint == "ngram"
+        return self.chosen_drafter == "ngram"
+
+    @property
+    def chosen_drafter(self) -> str:
+        """What `drafter.checkpoint` stands for: `auto` is decided by the model's name."""
+        return chosen_drafter(self.drafter.checkpoint, self.model)
 
     @property
     def engine(self) -> EngineConfig:

@@ -12,6 +12,7 @@ from dspark.deploy.serve_config import BoundsSection, EngineSection, TlsSection,
 from dspark.deploy.single import MAX_THREADS
 from dspark.drafter.batching import BatchingConfig
 from dspark.gateway.strict_file import Strict
+from dspark.models.drafters.shipped import AUTO
 from dspark.scheduler.central import SchedulerConfig
 
 POOLS = ("scheduler", "gateway", "verifier", "drafter")
@@ -157,15 +158,16 @@ class VerifierPool(PoolSection):
 
 class DrafterPool(PoolSection):
     """port: 0 is any free one, which the replica registers. threads: of the draft pass, 0 for all
-    cores. checkpoint: a trained drafter's directory or hub id, or ngram. gamma: tokens of a block
-    of ngram, the engine's if not given. window: positions that it reads; candidates: of its
+    cores. checkpoint: a trained drafter's directory or hub id, ngram, or auto: the one that comes
+    with dspark for the model, else ngram. gamma: tokens of a block of ngram, the engine's if not
+    given. window: positions that it reads; candidates: of its
     sequential head, 0 for the whole vocabulary; both as trained, if not given. feature_dtype: as
     features travel. batching: bounds of its passes (BatchingConfig). 0 replicas: verifiers draft
     with their fallback."""
 
     port: int = _AnyPort
     threads: int = _Threads
-    checkpoint: str = Field(default="ngram", min_length=1)
+    checkpoint: str = Field(default=AUTO, min_length=1)
     gamma: int | None = Field(default=None, ge=1, le=MAX_GAMMA)
     window: int | None = Field(default=None, ge=1)
     candidates: int | None = Field(default=None, ge=0)

@@ -21,6 +21,7 @@ from dspark.core.errors import ConfigError
 from dspark.deploy.single import TargetConfig
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.strict_file import Strict, read_strict, told
+from dspark.models.drafters.shipped import AUTO
 from dspark.serving.tls import TlsFiles
 from dspark.telemetry.config import TelemetryConfig
 
@@ -76,7 +77,7 @@ class ServeConfig(Strict):
     backend: str = "transformers"
     dtype: str = "float32"
     device: str = "cpu"
-    drafter: str = "ngram"
+    drafter: str = AUTO
     threads: int = 0
     engine: EngineSection = EngineSection()
     http: Listen = Listen(port=8000)

@@ -105,7 +105,7 @@ def serve(
         typer.Option("--plot", help="Write a picture here.", rich_help_panel=options.OUTPUT),
     ] = None,
     model: options.Model = "smollm2-135m",
-    drafter: options.DrafterName = "ngram",
+    drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",
     dtype: options.DType = "float32",

@@ -88,7 +88,7 @@ def sweep(
         typer.Option("--plot", help="Write a picture here.", rich_help_panel=options.OUTPUT),
     ] = None,
     model: options.Model = "smollm2-135m",
-    drafter: options.DrafterName = "ngram",
+    drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     backend: options.Backend = "transformers",
     dtype: options.DType = "float32",
