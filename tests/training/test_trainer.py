@@ -365,6 +365,21 @@ def test_another_configuration_is_refused_with_both_values(
     train(config(target, data, run, run={"log_steps": 3}))  # says nothing of the curve
 
 
+def test_a_run_goes_on_with_less_memory(target: Path, data: Path, tmp_path: Path) -> None:
+    """What bounds memory says nothing of the curve. It stands in the checkpoint all the same."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config(target, data, whole))
+    train(config(target, data, parts), stop_at=4)
+    assert states(parts)[-1].facts["config"]["training"]["together"] == 8
+    train(config(target, data, parts, training={"together": 1, "chunk_rows": 3}))
+    assert len(curve(parts)) == len(curve(whole))
+    for ours, theirs in zip(curve(parts), curve(whole), strict=True):
+        assert (ours["step"], ours["kind"]) == (theirs["step"], theirs["kind"])
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        if ours["kind"] == "train":
+            assert ours["block_tokens"] == theirs["block_tokens"]
+
+
 @pytest.mark.parametrize(("every", "step"), [(4, 6), (1, 5)])
 def test_no_number_stops_a_run_and_names_the_checkpoint_that_is_left(
     target: Path, data: Path, tmp_path: Path, every: int, step: int

@@ -18,6 +18,10 @@ from dspark.training.run_state import RunState, load_optimizer, save_state, stat
 from dspark.training.start import Data, TargetModel, first_drafter, open_data
 from dspark.training.trainer import StepReport, Trainer
 
+# Of the settings that are kept those the curve does not depend on: a run that was killed for memory
+# goes on with less of it, and on another device.
+_CHANGEABLE = {"training.together", "training.chunk_rows", "training.device"}
+
 
 @dataclass(frozen=True, slots=True)
 class Watch:
@@ -164,7 +168,7 @@ def _last(run: Path, facts: dict[str, Any]) -> RunState | None:
     last = found[-1]
     held = _flat(last.facts.get("config", {}))
     asked = _flat(facts["config"])
-    for name in sorted({*held, *asked}):
+    for name in sorted({*held, *asked} - _CHANGEABLE):
         if held.get(name) != asked.get(name):
             raise DataError(
                 f"{run}: was begun with {name} = {held.get(name)!r}, now it is "
@@ -174,7 +178,7 @@ def _last(run: Path, facts: dict[str, Any]) -> RunState | None:
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """All that the curve depends on: not where and how often it is written, nor the workers."""
+    """What is kept of a configuration: not where and how often it is written, nor the workers."""
     return config.model_dump(mode="json", exclude={"run": True})
 
 
