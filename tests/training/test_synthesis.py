@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dspark.core.errors import ConfigError
+from dspark.models.targets.backend import RaggedBatch, StepOutput
 from dspark.models.targets.transformers import TransformersBackend
 from dspark.training.errors import DataError
 from dspark.training.synthesis import Wish, synthesize_prompts, user_turn
@@ -21,27 +22,52 @@ BOS, TURN, END = 1, 2, 3
 
 class Letters:
     """Ids are characters; a text begins with BOS, a turn with TURN. eos_ids: many ids, so that the
-    tiny model's turns end."""
+    tiny model's turns end. before, behind: what is put around a text that is encoded."""
 
-    def __init__(self, *, header: bool = True, ends: Sequence[int] = range(100)) -> None:
+    def __init__(
+        self,
+        *,
+        header: bool = True,
+        ends: Sequence[int] = range(100),
+        before: Sequence[int] = (BOS,),
+        behind: Sequence[int] = (),
+    ) -> None:
         self._header = [BOS, TURN] if header else []
         self.eos_ids = tuple(ends)
+        self._before, self._behind = before, behind
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return (BOS, *(ord(char) % VOCABULARY for char in text))
+        return (*self._before, *self._ids(text), *self._behind)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        told = [m["content"] for m in messages if m["role"] == "system"]
-        begun = [*self._header, *(ord(char) % VOCABULARY for char in "".join(told))]
-        return (*begun, *self.encode(messages[-1]["content"])[1:], END)
+        told = "".join(m["content"] for m in messages if m["role"] == "system")
+        return (*self._header, *self._ids(told), *self._ids(messages[-1]["content"]), END)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(char) % VOCABULARY for char in text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(0x4E00 + i) for i in ids if i not in self.eos_ids)
 
 
+class Reading(TransformersBackend):
+    """Keeps what it was given to read as far as position `first`: sequences' ids up to there."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(tiny_model("llama"), block_size=4)
+        self.first = first
+        self.read: dict[int, list[int]] = {at: [] for at in range(first)}
+
+    def forward(self, batch: RaggedBatch) -> StepOutput:
+        for at, token in zip(batch.positions.tolist(), batch.token_ids.tolist(), strict=True):
+            if at < self.first:
+                self.read[at].append(token)
+        return super().forward(batch)
+
+
 def make(output: Path, prompts: int, words: Any = None, **rest: Any) -> Any:
     wish = Wish(prompts, max_tokens=8, **{"temperature": 1.5, **rest.pop("wish", {})})
-    backend = TransformersBackend(tiny_model("llama"), block_size=4)
+    backend = rest.pop("backend", None) or TransformersBackend(tiny_model("llama"), block_size=4)
     return synthesize_prompts(backend, words or Letters(), wish, output, concurrency=3, **rest)
 
 
@@ -88,6 +114,27 @@ def test_openers_are_what_prompts_begin_with(tmp_path: Path) -> None:
     make(output, 6, openers=openers, wish={"opener_words": 2})
     begun = {line["prompt"].split("\u4e00")[0][:4].strip() for line in lines(output)}
     assert all(line["prompt"].startswith(("one two", "four")) for line in lines(output)), begun
+
+
+@pytest.mark.parametrize("opener", [None, "a(b"])
+@pytest.mark.parametrize(
+    ("before", "behind"), [((), ()), ((BOS,), ()), ((BOS,), (END,)), ((), (END,))]
+)
+def test_a_user_s_words_go_on_the_template(
+    tmp_path: Path, before: Sequence[int], behind: Sequence[int], opener: str | None
+) -> None:
+    """What a tokenizer puts around a text does not stand between the template and the words."""
+    openers = None if opener is None else tmp_path / "openers.jsonl"
+    if openers is not None:
+        openers.write_text(json.dumps({"prompt": opener}) + "\n")
+    prompt = [BOS, TURN, *map(ord, opener or "")]
+    backend = Reading(len(prompt) + 1)
+    words = Letters(before=before, behind=behind)
+    make(tmp_path / "made.jsonl", 4, words, backend=backend, openers=openers)
+    *read, following = ([*dict.fromkeys(ids)] for ids in backend.read.values())
+    assert read == [[token] for token in prompt]
+    assert following  # the model's own: none that ends a turn
+    assert not {BOS, END} & set(following)
 
 
 def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:

@@ -93,9 +93,11 @@ def synthesize_prompts(
     """
     head = user_turn(tokenizer, wish.system)
     starts = [""] if openers is None else _openers(openers, wish.opener_words)
+    begins = {start: (*head, *_inside(tokenizer, start)) for start in starts}
     known, attempt = _held(output)
     result = Synthesized(kept=len(known))
-    engine = _engine(backend, tokenizer, concurrency, wish, len(head), starts)
+    longest = max(map(len, begins.values())) + wish.max_tokens
+    engine = _engine(backend, tokenizer, concurrency, longest)
     begun: dict[Key, tuple[str, list[int]]] = {}
     last = attempt + PATIENCE * max(wish.prompts - len(known), 0)
     with writing(output), output.open("a", encoding="utf-8") as file:
@@ -104,7 +106,7 @@ def synthesize_prompts(
                 start = starts[
                     int(np.random.default_rng([wish.seed, attempt]).integers(len(starts)))
                 ]
-                request = _request(attempt, (*head, *tokenizer.encode(start)), wish)
+                request = _request(attempt, begins[start], wish)
                 engine.submit(request)
                 begun[request.request_id, 0] = start, []
                 attempt += 1
@@ -131,15 +133,7 @@ def synthesize_prompts(
     return result
 
 
-def _engine(
-    backend: Backend,
-    tokenizer: Words,
-    concurrency: int,
-    wish: Wish,
-    head: int,
-    starts: Sequence[str],
-) -> Engine:
-    longest = head + max(len(tokenizer.encode(start)) for start in starts) + wish.max_tokens
+def _engine(backend: Backend, tokenizer: Words, concurrency: int, longest: int) -> Engine:
     config = EngineConfig(
         kv_tokens=concurrency * (longest + 32),
         max_sequences=concurrency,
@@ -152,9 +146,13 @@ def _engine(
 
 
 def _inside(tokenizer: Words, text: str) -> tuple[int, ...]:
-    """Ids of a text that does not stand at the beginning: without what is put before any."""
-    ids, before = tokenizer.encode(text), tokenizer.encode("")
-    return ids[len(before) :] if ids[: len(before)] == before else ids
+    """Ids of a text that goes on a prompt: without what is put around any (BOS, EOS)."""
+    ids, around = tokenizer.encode(text), tokenizer.encode("")
+    for before in range(len(around) + 1):
+        inside = ids[before : before + len(ids) - len(around)]
+        if (*around[:before], *inside, *around[before:]) == ids:
+            return inside
+    return ids
 
 
 def _request(attempt: int, ids: tuple[int, ...], wish: Wish) -> Request:
@@ -191,7 +189,7 @@ def _held(output: Path) -> tuple[set[str], int]:
 
 
 def _openers(path: Path, words: int) -> list[str]:
-    """The first words of each prompt, with the space that follows them."""
+    """The first words of each prompt."""
     found = []
     for number, line in read_lines(path):
         try:
