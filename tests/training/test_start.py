@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,20 @@ from dspark.core.errors import ConfigError
 from dspark.models.drafters.config import DrafterConfig
 from dspark.models.drafters.kinds import new_drafter
 from dspark.models.drafters.target_tensors import TargetTensors
+from dspark.models.targets.transformers import TransformersBackend
+from dspark.training.config import (
+    DataSection,
+    DrafterSection,
+    RunSection,
+    TrainConfig,
+    TrainingSection,
+)
 from dspark.training.draft_vocabulary import choose_vocabulary
-from dspark.training.start import usual_layers
+from dspark.training.examples import Layout, Target
+from dspark.training.prompts import Prompt
+from dspark.training.reading import Reader, Text
+from dspark.training.sources import TextSource
+from dspark.training.start import Data, TargetModel, first_drafter, usual_layers
 from dspark.training.topk import top_k, top_probabilities
 from dspark.training.warm_start import warm_start
 
@@ -127,6 +141,48 @@ def test_the_vocabulary_is_what_answers_and_the_target_use() -> None:
     best = [int(i) for i in np.argsort(-mass, kind="stable") if i not in (7, 9)][: len(others)]
     assert mass[others].sum() == pytest.approx(mass[best].sum(), abs=0.01)
     assert choose_vocabulary(made, VOCABULARY, VOCABULARY).coverage == pytest.approx(1.0)
+
+
+class CountingReader(Reader):
+    """texts: how many the target has read."""
+
+    texts = 0
+
+    def read(self, texts: Sequence[Text]) -> list[tuple[torch.Tensor, Target]]:
+        self.texts += len(texts)
+        return super().read(texts)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_given_answers_are_not_read_for_their_ids(tmp_path: Path, warm: bool) -> None:
+    """Before the first step the target reads the few answers that size norms, not all of them."""
+    folder = save("llama", tmp_path)
+    answers = [(i, i, 10 + i % 30, 40, 40) for i in range(1, 31)]
+    prompts = [Prompt(i, (5, 6), answer_ids=ids) for i, ids in enumerate(answers, 1)]
+    backend = TransformersBackend(tiny_model("llama"), block_size=4)
+    reader = CountingReader(backend, Layout((0, 2), 64, 12))
+    data = Data(TextSource(prompts, reader), [*range(30)], [], {})
+    config = TrainConfig(
+        target=str(folder),
+        drafter=DrafterSection(gamma=3, layers=1, rank=4, draft_vocab=20, warm_start=warm),
+        data=DataSection(answers="lines.jsonl"),
+        training=TrainingSection(steps=1),
+        run=RunSection(folder="run"),
+    )
+    drafter, coverage = first_drafter(config, data, TargetModel.find(str(folder)))
+    assert reader.texts == (8 if warm else 0)
+    said = Counter(token for ids in answers for token in ids)
+    end = TargetModel.find(str(folder)).sizes.eos_token_id
+    kept = set(drafter.vocabulary.ids.tolist())
+    assert 40 in kept
+    others = sorted(kept - {end})
+    assert sum(said[i] for i in others) == sum(n for _, n in said.most_common(len(others)))
+    assert coverage == pytest.approx(sum(said[i] for i in kept) / said.total())
+    # What training reads is whole.
+    (read,) = data.source.examples([3])
+    assert read.features.shape == (7, 128)
+    assert read.target.top_p.shape == (5, 12)
+    assert float((read.target.top_p.sum(-1) + read.target.tail).mean()) == pytest.approx(1.0)
 
 
 def test_layers_are_spread_as_the_public_configurations_do() -> None:

@@ -317,6 +317,17 @@ def test_a_run_that_is_killed_goes_on_with_the_same_curve(
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+def test_answers_are_read_as_training_goes(target: Path, tmp_path: Path) -> None:
+    lines = [{"prompt_ids": [5, 6], "answer_ids": [i, 9, 7, i, 9, 8]} for i in range(10, 20)]
+    answers = tmp_path / "lines.jsonl"
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"folders": [], "answers": str(answers)}
+    run = tmp_path / "run"
+    train(config(target, answers, run, data=given), stop_at=4)
+    assert train(config(target, answers, run, data=given)).step == 12
+    assert [line["step"] for line in curve(run) if line["kind"] == "train"] == [*range(1, 13)]
+
+
 def load(run: Path, target: Path) -> dict[str, torch.Tensor]:
     found = load_checkpoint(states(run)[-1].drafter, TargetTensors.read(target))
     return dict(found.model.state_dict())

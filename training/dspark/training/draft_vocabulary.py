@@ -25,7 +25,8 @@ class Chosen:
 def choose_vocabulary(
     examples: Iterable[Example], size: int, vocab_size: int, keep: Iterable[int] = ()
 ) -> Chosen:
-    """The `size` ids with most of the answers' tokens and of the target's probability at them.
+    """The `size` ids with most of the answers' tokens and of the target's probability at them, as
+    far as examples hold it.
 
     keep: ids that are taken in any case (such as those that end an answer).
     """

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dspark.training.errors import DataError
-from dspark.training.examples import Example, Layout, Origin
+from dspark.training.examples import Example, Layout, Origin, Target
 from dspark.training.prompts import Prompt
 from dspark.training.reading import Reader, Text
 from dspark.training.shards import ShardSet
@@ -29,7 +29,8 @@ class Source(Protocol):
     lengths: list[tuple[int, int]]
 
     def examples(self, indices: Sequence[int], *, features: bool = True) -> list[Example]:
-        """features: or none of their columns."""
+        """features: or none of their columns; nor, where the target would have to read for it, its
+        distributions (K = 0)."""
         ...
 
 
@@ -100,11 +101,19 @@ class TextSource:
 
     def examples(self, indices: Sequence[int], *, features: bool = True) -> list[Example]:
         texts = [self._texts[i] for i in indices]
-        read = self._reader.read(texts)
+        read = self._reader.read(texts) if features else map(_unread, texts)
         return [
             Example(self.origins[i], torch.tensor(ids, dtype=torch.int32), prompt, rows, target)
             for i, (ids, prompt), (rows, target) in zip(indices, texts, read, strict=True)
         ]
+
+
+def _unread(text: Text) -> tuple[torch.Tensor, Target]:
+    """What is known of a text without the target: no features, and all mass on ids not kept."""
+    ids, prompt = text
+    n = len(ids) - prompt
+    nothing = torch.empty(n, 0)
+    return torch.empty(0), Target(nothing.int(), nothing, torch.ones(n))
 
 
 def split(source: Source, held_out: float) -> tuple[list[int], list[int]]:
