@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from dspark.core.errors import ConfigError
 from dspark.training.curve import read_curve
 from dspark.training.errors import DataError
-from dspark.training.training_run import train
+from dspark.training.training_run import Watch, train
 
 from .test_trainer import config, data, load, target
 
@@ -26,7 +27,19 @@ def test_two_workers_on_ray_give_the_loss_of_one(target: Path, data: Path, tmp_p
     alone, together = tmp_path / "alone", tmp_path / "together"
     expected = train(config(target, data, alone))
     train_on_ray(config(target, data, together), 2, threads=1, stop_at=5)
-    found = train_on_ray(config(target, data, together), 2, threads=1)
+    lines: list[str] = []
+    steps: list[int] = []
+    held_out: dict[int, Any] = {}
+    watch = Watch(
+        line=lines.append,
+        step=lambda report: steps.append(report.step),
+        held_out=held_out.__setitem__,
+    )
+    found = train_on_ray(config(target, data, together), 2, threads=1, watch=watch)
+    assert lines == ["going on after step 4 of 12"]
+    assert steps == [*range(5, 13)]
+    assert sorted(held_out) == [6, 12]
+    assert held_out[12] == found.held_out
     assert found.step == expected.step == 12
     assert found.held_out["tau"] == pytest.approx(expected.held_out["tau"], abs=0.05)
     ours, theirs = read_curve(together), read_curve(alone)

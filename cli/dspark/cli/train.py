@@ -41,17 +41,18 @@ def train(
         import torch
 
         torch.set_num_threads(threads)
-    if workers > 1:
-        from dspark.training.ray_workers import train_on_ray
+    from dspark.training.training_run import Watch
 
-        outcome = train_on_ray(config, workers, threads=threads, stop_at=stop_at)
-    else:
-        from dspark.training.training_run import Watch
-        from dspark.training.training_run import train as run
+    with rate_bar("training", console()) as advance:
+        smooth = _Smooth(config.training.steps, advance)
+        watch = Watch(line=say, step=smooth.step, held_out=_tell)
+        if workers > 1:
+            from dspark.training.ray_workers import train_on_ray
 
-        with rate_bar("training", console()) as advance:
-            smooth = _Smooth(config.training.steps, advance)
-            watch = Watch(line=say, step=smooth.step, held_out=_tell)
+            outcome = train_on_ray(config, workers, threads=threads, stop_at=stop_at, watch=watch)
+        else:
+            from dspark.training.training_run import train as run
+
             outcome = run(config, watch=watch, stop_at=stop_at)
     spent = outcome.spent
     say(

@@ -13,19 +13,26 @@ from typing import Any
 
 from dspark.core.errors import ConfigError, DsparkError
 from dspark.training.config import TrainConfig
+from dspark.training.distant_watch import following, telling
 from dspark.training.errors import DataError
-from dspark.training.training_run import Outcome
+from dspark.training.training_run import Outcome, Watch
 from dspark.training.whole_files import read_json, write_json
 
 
 def train_on_ray(
-    config: TrainConfig, workers: int, *, threads: int = 0, stop_at: int | None = None
+    config: TrainConfig,
+    workers: int,
+    *,
+    threads: int = 0,
+    stop_at: int | None = None,
+    watch: Watch | None = None,
 ) -> Outcome:
     """`train` in `workers` processes of one cluster, the one that runs or one of this machine.
 
     The working directory, the run's folder and the data's have to be reachable by every worker
     under the same path.
-    threads: of each worker, 0 for an equal share of the cores. Raises what `train` raises.
+    threads: of each worker, 0 for an equal share of the cores. watch: hears what the first worker
+    tells, a little later and in a thread of its own. Raises what `train` raises.
     """
     if config.training.sequences < workers:
         raise ConfigError(
@@ -40,7 +47,7 @@ def train_on_ray(
     except ImportError:
         raise ConfigError("workers: needs Ray: pip install 'dspark[train]'") from None
     room = Path(config.run.folder).absolute() / "ray"
-    outcome = room / "outcome.json"
+    outcome, told_file = room / "outcome.json", room / "told.jsonl"
     outcome.unlink(missing_ok=True)
     started = not ray.is_initialized()
     if started:
@@ -54,11 +61,13 @@ def train_on_ray(
                 "threads": threads or max((os.cpu_count() or 1) // workers, 1),
                 "stop_at": stop_at,
                 "outcome": str(outcome),
+                "told": str(told_file),
             },
             scaling_config=ScalingConfig(num_workers=workers, use_gpu=False),
             run_config=RunConfig(storage_path=str(room)),
         )
-        trainer.fit()
+        with following(told_file, watch or Watch()):
+            trainer.fit()
     except TrainingFailedError as error:
         raise _ours(error) from None
     finally:
@@ -79,7 +88,8 @@ def _work(told: dict[str, Any]) -> None:
     torch.set_num_threads(told["threads"])
     config = TrainConfig.model_validate(told["config"])
     exchange = ProcessGroup()
-    found = train(config, exchange=exchange, stop_at=told["stop_at"])
+    watch = telling(Path(told["told"])) if exchange.rank == 0 else None
+    found = train(config, watch=watch, exchange=exchange, stop_at=told["stop_at"])
     if exchange.rank == 0:
         facts = {**asdict(found), "drafter": str(found.drafter)}
         write_json(Path(told["outcome"]), facts)
