@@ -22,6 +22,7 @@ from dspark.scheduler.calibration import (
     FIT,
     HALF_LIFE_S,
     JUDGE,
+    MAX_SHIPPED,
     MAX_TABLES,
     WINDOW,
     CalibrationState,
@@ -30,6 +31,7 @@ from dspark.scheduler.calibration import (
     drift,
     half_of,
     refit,
+    ship,
     temperatures_for,
 )
 from dspark.scheduler.sts import (
@@ -303,6 +305,48 @@ def test_the_state_is_a_value() -> None:
     assert (before.streams[KEY] == kept).all()
     with pytest.raises(ValueError, match="read-only"):
         before.streams[KEY][0, 0, 0, 0] = 1.0
+
+
+# --- tables that drafters ship -----------------------------------------------------------------
+
+
+SHIPPED = (CalibrationTable(*KEY, (2.0,) * 7),)
+
+
+def few_at_the_end(seed: int) -> VerdictCounts:
+    """Only positions 1 and 2 are reached MIN_VERDICTS times."""
+    logits, accepted = blocks(seed, 6000, np.array([3.0, 3.0, *[2.0] * 5]))
+    judged = np.where(np.arange(6000) < 400, 7, 2)
+    return counts_of(tally(logits, judged, np.minimum(accepted, judged)))
+
+
+def test_a_refit_begins_with_what_a_drafter_shipped() -> None:
+    """Where too few verdicts came to fit anything, it stays; and drift is measured against it."""
+    state = fed(ship(CalibrationState(), SHIPPED), few_at_the_end(1), few_at_the_end(2))
+    assert state.calibration == Calibration(0)  # nothing is published that all know
+    fitted = refit(state)
+    assert fitted.calibration.version == 1
+    table = of(fitted, 7)
+    assert table[:2] == pytest.approx([3.0, 3.0], rel=0.15)
+    assert table[2:].tolist() == [2.0] * 5
+    right = fed(ship(CalibrationState(), SHIPPED), verdicts(3, 4000, np.full(7, 2.0)))
+    (seen,) = drift(right)
+    assert seen.error < 2 * seen.noise
+    assert refit(right).calibration.version == 0
+
+
+def test_a_fitted_table_outlives_what_is_shipped_again() -> None:
+    state = ship(in_use([1.5]), SHIPPED)
+    assert temperatures_for(state.in_use, *KEY, 7).tolist() == [1.5] * 7
+
+
+def test_shipped_tables_have_a_bound_and_the_newest_stay() -> None:
+    state = CalibrationState()
+    for i in range(MAX_SHIPPED + 9):
+        state = ship(state, [CalibrationTable(f"{i}", GREEDY, (2.0,))])
+        state = ship(state, [CalibrationTable("known", GREEDY, (float(i + 1),))])
+    assert len(state.shipped) == MAX_SHIPPED
+    assert state.shipped[-1].temperatures == (MAX_SHIPPED + 9.0,)
 
 
 # --- refits --------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ import grpc
 import pytest
 
 from dspark.core.drafts import DrafterCard
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Member, Pool, Replica
 from dspark.core.reports import Report
+from dspark.core.sampling import SamplingMode
 from dspark.scheduler.store import Store
 from dspark.scheduling.client import SchedulingClient
 from dspark.scheduling.wire_client import register_to_wire
@@ -246,9 +248,14 @@ def joining(**fields: Any) -> pb.RegisterRequest:
     return wire
 
 
-def drafter(**fields: Any) -> pb.RegisterRequest:
-    card = DrafterCard("d", "dspark", 7, **fields)
-    return register_to_wire(Member(Pool.DRAFTER, Replica("d1", "h:1"), card), None)
+def drafter(*tables: CalibrationTable, **fields: Any) -> pb.RegisterRequest:
+    card = DrafterCard(**{"drafter_id": "d", "kind": "dspark", "gamma": 7, **fields})
+    member = Member(Pool.DRAFTER, Replica("d1", "h:1"), card, calibration=tables)
+    return register_to_wire(member, None)
+
+
+def table(*temperatures: float, drafter_id: str = "d") -> CalibrationTable:
+    return CalibrationTable(drafter_id, SamplingMode.GREEDY, temperatures)
 
 
 def lease(**fields: Any) -> pb.AcquireLeaseRequest:
@@ -294,6 +301,30 @@ BAD_CALLS: dict[str, tuple[str, Any, str, str]] = {
         drafter(target_id="other"),
         "FAILED_PRECONDITION",
         "target_id is 'other', of the verifiers 'toy'",
+    ),
+    "a table of another drafter": (
+        "Register",
+        drafter(table(1.0, drafter_id="e")),
+        "INVALID_ARGUMENT",
+        r"calibration\[0\].drafter_id: 'e' must be the drafter's own",
+    ),
+    "two tables of a mode": (
+        "Register",
+        drafter(table(1.0), table(2.0)),
+        "INVALID_ARGUMENT",
+        r"calibration\[1\].mode.*named twice",
+    ),
+    "a table of nothing": (
+        "Register",
+        drafter(table()),
+        "INVALID_ARGUMENT",
+        r"calibration\[0\].temperatures: 0 must be 1 to 64 numbers",
+    ),
+    "a temperature of 0": (
+        "Register",
+        drafter(table(1.0, 0.0)),
+        "INVALID_ARGUMENT",
+        r"calibration\[0\].temperatures\[1\]: 0.0 must be above 0 and finite",
     ),
     "a beat of nobody": ("Heartbeat", beat(replica_id="x"), "NOT_FOUND", "must register again"),
     "a beat of before": ("Heartbeat", beat(), "ABORTED", "epoch 1 is over"),

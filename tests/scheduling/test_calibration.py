@@ -12,14 +12,18 @@ from itertools import count
 import numpy as np
 import pytest
 
-from dspark.core.drafts import DraftRequest
+from dspark.core.drafts import DrafterCard, DraftRequest
 from dspark.core.plans import Calibration, CalibrationTable
-from dspark.core.reports import Report, TenantReport, VerdictCounts
+from dspark.core.replicas import Member, Pool, Replica
+from dspark.core.reports import CONFIDENCE_BINS, Report, TenantReport, VerdictCounts
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler.central import SchedulerConfig
 from dspark.scheduler.central.planning import MAX_STREAMS, VERDICTS_S, Planner
 from dspark.scheduler.central.view import View
 from dspark.scheduler.store import MemoryStore, Store
+from dspark.scheduler.sts import BIN_LOGITS
+from dspark.scheduling.client import SchedulingClient
+from dspark.scheduling.membership import Membership
 from dspark.scheduling.servicer import WireCodec
 from dspark.verifier.engine import Engine
 
@@ -33,7 +37,7 @@ from ..verifier.toy import (
     request,
     toy_engine,
 )
-from .cluster import RULE, Enrolled, Served, V, enrolled, scheduling, until
+from .cluster import RULE, Enrolled, Served, V, card_of, enrolled, scheduling, until
 
 # It says σ(4) = 0.98 of every token, and three in four stand.
 LOGIT, STANDS = 4.0, 0.75
@@ -106,6 +110,46 @@ async def test_a_miscalibrated_drafter_is_put_right_and_stays_so(store: Store) -
         v2 = await stack.enter_async_context(enrolled(an_engine(), second.address, name="v2"))
         await until(lambda: bool(temperatures(v2).min() > 2.0))
         np.testing.assert_allclose(temperatures(v2), found, rtol=0.2)
+
+
+async def test_a_table_that_a_drafter_ships_reaches_whoever_plans(store: Store) -> None:
+    """It registers with the other replica; positions that nothing was heard of keep what it says,
+    in the plans of the one that plans."""
+    shipped = CalibrationTable("d", SamplingMode.GREEDY, (2.0,) * 7)
+    card = DrafterCard("d", "dspark", 7)
+    member = Member(Pool.DRAFTER, Replica("d1", "h:1"), card, calibration=(shipped,))
+    async with AsyncExitStack() as stack:
+        s1, s2 = [
+            await stack.enter_async_context(scheduling(store, name, calibration_s=0.05))
+            for name in ("s1", "s2")
+        ]
+        await until(lambda: planning(s1, s2) is not None)
+        first = planning(s1, s2)
+        other = s2 if first is s1 else s1
+        assert first is not None
+        client = await stack.enter_async_context(SchedulingClient([other.address]))
+        await stack.enter_async_context(Membership(client, member))
+        planner = first.scheduler.planner
+        await until(lambda: planner.shipped == (shipped,))
+        logit = round(2 * np.log(3))  # three in four stand where it is right
+        reached, accepted = [[0] * CONFIDENCE_BINS for _ in range(2)]
+        at = int(np.abs(BIN_LOGITS - logit).argmin())
+        reached[at], accepted[at] = 4000, 2200
+        counts = VerdictCounts("d", SamplingMode.GREEDY, (tuple(reached),), (tuple(accepted),))
+        epoch = await store.register(
+            Pool.VERIFIER, Replica("v1", "h:2"), card_of(an_engine()), None, 60.0
+        )
+        seen = count(1)
+
+        def told() -> bool:  # as long as it takes: each second of verdicts is one half or the other
+            tenants = (TenantReport("t", verdicts=(counts,)),)
+            other.scheduler.take(Report("v1", epoch, next(seen), 0.05, tenants=tenants))
+            return planner.calibration.version > 0
+
+        await until(told)
+        (table,) = planner.calibration.tables
+        assert table.temperatures[0] > 2.5
+        assert table.temperatures[1:] == (2.0,) * 6
 
 
 def planning(*replicas: Served) -> Served | None:

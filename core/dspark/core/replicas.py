@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dspark.core.drafts import DrafterCard
+from dspark.core.plans import CalibrationTable
 from dspark.core.requests import Limits
 
 
@@ -60,12 +61,14 @@ class Described:
 @dataclass(frozen=True, slots=True)
 class Member:
     """A replica that is alive. card: None for a gateway. draining: it finishes what it has and
-    takes nothing new."""
+    takes nothing new. calibration: a drafter's, shipped with its checkpoint; who watches members is
+    not told (a drafter tells its verifiers itself)."""
 
     pool: Pool
     replica: Replica
     card: Card | None = None
     draining: bool = False
+    calibration: tuple[CalibrationTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

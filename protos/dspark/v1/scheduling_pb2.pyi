@@ -55,6 +55,7 @@ class RegisterRequest(_message.Message):
     VERIFIER_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     STEP_COST_FIELD_NUMBER: _builtins.int
+    CALIBRATION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """The replica's."""
     pool: Global___Pool.ValueType
@@ -70,6 +71,10 @@ class RegisterRequest(_message.Message):
     def step_cost(self) -> Global___StepCost:
         """A verifier's profile. Unset: not profiled yet, and not planned for."""
 
+    @_builtins.property
+    def calibration(self) -> _containers.RepeatedCompositeFieldContainer[_drafting_pb2.CalibrationTable]:
+        """A drafter's, shipped with its checkpoint: in use for it until verdicts give better ones."""
+
     def __init__(
         self,
         *,
@@ -79,10 +84,11 @@ class RegisterRequest(_message.Message):
         verifier: _verification_pb2.VerifierCard | None = ...,
         drafter: _drafting_pb2.DrafterCard | None = ...,
         step_cost: Global___StepCost | None = ...,
+        calibration: _abc.Iterable[_drafting_pb2.CalibrationTable] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "drafter", b"drafter", "replica", b"replica", "step_cost", b"step_cost", "verifier", b"verifier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "drafter", b"drafter", "pool", b"pool", "protocol_version", b"protocol_version", "replica", b"replica", "step_cost", b"step_cost", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "card", b"card", "drafter", b"drafter", "pool", b"pool", "protocol_version", b"protocol_version", "replica", b"replica", "step_cost", b"step_cost", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_card: _TypeAlias = _typing.Literal["verifier", "drafter"]  # noqa: Y015
     _WhichOneofArgType_card: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015

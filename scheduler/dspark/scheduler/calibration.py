@@ -44,6 +44,8 @@ FORGOTTEN = 0.5
 # Tables of a calibration, which travels with every plan: 20 checkpoints in all modes. Those whose
 # drafters were not heard of for longest go first.
 MAX_TABLES = 64
+# Tables kept that drafters brought with their checkpoints.
+MAX_SHIPPED = 256
 
 # Where a stream's counts are: [3, 2, γ, bins], each of them reached and accepted.
 FIT, JUDGE, WINDOW = range(3)
@@ -52,11 +54,18 @@ FIT, JUDGE, WINDOW = range(3)
 @dataclass(frozen=True, slots=True)
 class CalibrationState:
     """calibration: in use. reports: taken in so far. streams: by drafter and mode, counts float64
-    [3, 2, γ, bins], read-only, forgotten exponentially; the newest heard of come last."""
+    [3, 2, γ, bins], read-only, forgotten exponentially; the newest heard of come last. shipped:
+    tables of drafters' checkpoints, which verifiers use where the calibration has none."""
 
     calibration: Calibration = field(default_factory=lambda: Calibration(0))
     reports: int = 0
     streams: Mapping[Key, FloatArray] = field(default_factory=lambda: MappingProxyType({}))
+    shipped: tuple[CalibrationTable, ...] = ()
+
+    @property
+    def in_use(self) -> Calibration:
+        """What verifiers divide by: its own tables first."""
+        return replace(self.calibration, tables=(*self.calibration.tables, *self.shipped))
 
     def to_json(self) -> str:
         tables = [
@@ -176,6 +185,16 @@ def absorb(
     return replace(state, reports=state.reports + 1, streams=MappingProxyType(streams))
 
 
+def ship(state: CalibrationState, tables: Iterable[CalibrationTable]) -> CalibrationState:
+    """Take in what drafters brought with their checkpoints, the newest last. Those of drafters that
+    have left stay, as their verdicts still come: of more than MAX_SHIPPED the newest."""
+    known = {(table.drafter_id, table.mode): table for table in state.shipped}
+    for table in tables:
+        known.pop((table.drafter_id, table.mode), None)
+        known[table.drafter_id, table.mode] = table
+    return replace(state, shipped=tuple(known.values())[-MAX_SHIPPED:])
+
+
 def half_of(report: int) -> int:
     """FIT or JUDGE, for the report of this number: is {report · φ} below one half? Of any
     arithmetic progression of reports one half goes to each (Weyl)."""
@@ -189,20 +208,21 @@ def refit(state: CalibrationState) -> CalibrationState:
     A position is fitted and judged on its own, on at least MIN_VERDICTS reached tokens in each
     half, and keeps the temperature in use unless the judging half prefers the new one by MIN_SIGMAS
     standard errors and MIN_GAIN. Of more tables than MAX_TABLES those go that were not heard of for
-    longest.
+    longest. Tables that drafters shipped are where a fit begins; they are not published unchanged.
     """
     tables = {(table.drafter_id, table.mode): table for table in state.calibration.tables}
-    changed = False
+    shipped = {(table.drafter_id, table.mode): table for table in state.shipped}
+    in_use, changed = state.in_use, False
     for (drafter_id, mode), counts in state.streams.items():
         gamma = counts.shape[2]
-        current = temperatures_for(state.calibration, drafter_id, mode, gamma)
+        current = temperatures_for(in_use, drafter_id, mode, gamma)
         fitted = fit_counts(counts[FIT])
         candidate = np.where(np.isnan(fitted), current, fitted)
         better = _is_better(counts[JUDGE], current, candidate)
         if not better.any():
             continue
         changed = True
-        known = tables.get((drafter_id, mode))
+        known = tables.get((drafter_id, mode)) or shipped.get((drafter_id, mode))
         beyond = known.temperatures[gamma:] if known else ()
         chosen = np.where(better, candidate, current).tolist()
         tables[drafter_id, mode] = CalibrationTable(drafter_id, mode, (*chosen, *beyond))
@@ -218,13 +238,13 @@ def refit(state: CalibrationState) -> CalibrationState:
 
 def drift(state: CalibrationState) -> list[Drift]:
     """Of every drafter and mode with verdicts in the newest window."""
-    found = []
+    found, in_use = [], state.in_use
     for (drafter_id, mode), counts in state.streams.items():
         reached, accepted = counts[WINDOW]
         total = float(reached.sum())
         if total < FORGOTTEN:
             continue
-        t = temperatures_for(state.calibration, drafter_id, mode, len(reached))
+        t = temperatures_for(in_use, drafter_id, mode, len(reached))
         c = confidence(BIN_LOGITS, t[:, None])
         error = float(np.abs(accepted - reached * c).sum()) / total
         # A binomial's mean absolute deviation is √(2/π) of its standard deviation.

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from dspark.core.drafts import MAX_GAMMA
+from dspark.core.drafts import MAX_GAMMA, DrafterCard
 from dspark.core.errors import InvalidRequest
 from dspark.core.leases import LeaseRequest
-from dspark.core.replicas import DrafterLoad
+from dspark.core.plans import CalibrationTable
+from dspark.core.replicas import Card, DrafterLoad
 from dspark.core.reports import CONFIDENCE_BINS, SURVIVAL_BINS, Counts, Report, VerdictCounts
 from dspark.core.sampling import SamplingMode
 
@@ -72,6 +74,25 @@ def check_load(load: DrafterLoad) -> DrafterLoad:
     _real("tokens_per_s", load.tokens_per_s, 0.0, MAX_RATE)
     _real("capacity_tokens_per_s", load.capacity_tokens_per_s, 0.0, MAX_RATE)
     return load
+
+
+def check_tables(tables: Sequence[CalibrationTable], card: Card | None) -> None:
+    """Tables that a replica ships: a drafter's own, one a mode, of numbers that a logit can be
+    divided by. Raises `InvalidRequest`."""
+    modes: set[SamplingMode] = set()
+    for i, table in enumerate(tables):
+        at = f"calibration[{i}]."
+        if not isinstance(card, DrafterCard) or table.drafter_id != card.drafter_id:
+            raise InvalidRequest(f"{at}drafter_id", table.drafter_id, "must be the drafter's own")
+        if table.mode in modes:
+            raise InvalidRequest(f"{at}mode", table.mode, "is named twice")
+        modes.add(table.mode)
+        size = len(table.temperatures)
+        if not 1 <= size <= MAX_GAMMA:
+            raise InvalidRequest(f"{at}temperatures", size, f"must be 1 to {MAX_GAMMA} numbers")
+        for k, t in enumerate(table.temperatures):
+            if not 0 < t < math.inf:  # NaN: no comparison
+                raise InvalidRequest(f"{at}temperatures[{k}]", t, "must be above 0 and finite")
 
 
 def check_lease_request(request: LeaseRequest) -> LeaseRequest:

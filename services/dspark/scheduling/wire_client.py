@@ -51,6 +51,7 @@ def register_to_wire(member: Member, step_cost: StepCost | None) -> pb.RegisterR
         protocol_version=PROTOCOL_VERSION,
         pool=pool_to_wire(member.pool),
         replica=replica_to_wire(member.replica),
+        calibration=map(table_to_wire, member.calibration),
     )
     _set_card(wire, member.card)
     if step_cost is not None:
@@ -69,11 +70,13 @@ def member_to_wire(member: Member) -> pb.Member:
 
 
 def member_from_wire(wire: pb.Member | pb.RegisterRequest) -> Member:
+    tables = wire.calibration if isinstance(wire, pb.RegisterRequest) else ()
     return Member(
         pool_from_wire(wire.pool),
         replica_from_wire(wire.replica),
         _card_from_wire(wire),
         wire.draining if isinstance(wire, pb.Member) else False,
+        tuple(map(table_from_wire, tables)),
     )
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from dspark.core.errors import Fenced, InvalidRequest, NotFound
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import DrafterLoad, Member, Pool, Replica
+from dspark.core.sampling import SamplingMode
 from dspark.scheduler.store import MAX_TTL_MS, Candidate, Claim, Members, MemoryStore, StoredReport
 
 from .cluster import COST, DRAFTER, TTL, VERIFIER, Clock, asks, join, on, replica
@@ -33,6 +35,14 @@ async def test_members_come_back_as_they_registered(store: MemoryStore) -> None:
         Member(Pool.VERIFIER, verifier, VERIFIER),
     )
     assert names(await store.members([Pool.VERIFIER, Pool.GATEWAY])) == ["gé", "v"]
+
+
+async def test_what_a_drafter_ships_comes_back(store: MemoryStore) -> None:
+    tables = tuple(CalibrationTable("d", mode, (0.1, 1 / 3, 7.0)) for mode in SamplingMode)
+    await store.register(Pool.DRAFTER, Replica("d", "h:1"), DRAFTER, None, TTL, tables)
+    listed = await store.members()
+    assert listed is not None
+    assert [member.calibration for member in listed.members] == [tables]
 
 
 async def test_epochs_grow_over_all_lives_of_a_replica(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dspark.core.errors import InvalidRequest
-from dspark.core.plans import Calibration, Plan
+from dspark.core.plans import Calibration, CalibrationTable, Plan
 from dspark.core.reports import VerdictCounts
-from dspark.scheduler.calibration import CalibrationState, Drift, absorb, drift, refit
+from dspark.scheduler.calibration import CalibrationState, Drift, absorb, drift, refit, ship
 from dspark.scheduler.central.codec import Codec
 from dspark.scheduler.central.config import SchedulerConfig
 from dspark.scheduler.central.view import View
@@ -57,6 +57,7 @@ class Planner:
         self._outlook = Outlook()
         self._calibration = CalibrationState()
         self._saved = -1  # version in the store
+        self._members = -1  # version of the list that shipped tables were read off
         self._heard: dict[str, tuple[int, int]] = {}
         self._verdicts: list[VerdictCounts] = []
         self._absorbed_at = clock()
@@ -91,7 +92,8 @@ class Planner:
         except InvalidRequest as error:
             log.error("calibration %d cannot be read, all begin anew: %s", stored.version, error)
             calibration = Calibration(stored.version)
-        self._calibration = CalibrationState(replace(calibration, version=stored.version))
+        calibration = replace(calibration, version=stored.version)
+        self._calibration = CalibrationState(calibration, shipped=self._calibration.shipped)
 
     async def plan(self, view: View) -> None:
         """Plan for all verifiers and publish it. In a thread: of many it takes a while."""
@@ -145,6 +147,7 @@ class Planner:
         )
 
     async def _calibrate(self, view: View) -> None:
+        self._take_shipped(view)
         self._hear(view)
         now = self._clock()
         if self._verdicts and now - self._absorbed_at >= VERDICTS_S:
@@ -163,6 +166,15 @@ class Planner:
             if await self._store.set_calibration(self.term, calibration.version, data):
                 self._saved = calibration.version
                 log.info("calibration %d is in use", calibration.version)
+
+    def _take_shipped(self, view: View) -> None:
+        """Of the newest drafters last."""
+        if view.members.version == self._members:
+            return
+        self._members = view.members.version
+        by_age = sorted(view.members.members, key=lambda member: member.replica.epoch)
+        tables = [table for member in by_age for table in member.calibration]
+        self._calibration = ship(self._calibration, tables)
 
     def _hear(self, view: View) -> None:
         """Keep verdicts that are new: two reports with any differ in what they have seen."""
@@ -191,6 +203,11 @@ class Planner:
     def calibration(self) -> Calibration:
         """In use."""
         return self._calibration.calibration
+
+    @property
+    def shipped(self) -> tuple[CalibrationTable, ...]:
+        """Of drafters' checkpoints, in use where the calibration has no table."""
+        return self._calibration.shipped
 
     def drift(self) -> list[Drift]:
         """How far confidences are from their newest verdicts, by drafter and mode."""

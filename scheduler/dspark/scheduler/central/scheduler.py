@@ -36,7 +36,7 @@ from dspark.scheduler.central.outage import Outage
 from dspark.scheduler.central.planning import Planner
 from dspark.scheduler.central.status import members_of
 from dspark.scheduler.central.view import View
-from dspark.scheduler.intake import check_lease_request, check_load, check_report
+from dspark.scheduler.intake import check_lease_request, check_load, check_report, check_tables
 from dspark.scheduler.routing import Candidate as Choice
 from dspark.scheduler.routing import in_time, route
 from dspark.scheduler.step_cost import StepCost
@@ -117,9 +117,15 @@ class Scheduler:
     async def register(self, member: Member, step_cost: StepCost | None) -> Registration:
         """A replica joins its pool. Raises InvalidRequest, and ModelError for a drafter that was
         made for another target than every verifier here, with both values."""
+        check_tables(member.calibration, member.card)
         self._check_fit(member)
         epoch = await self._store.register(
-            member.pool, member.replica, member.card, step_cost, self.config.ttl_s
+            member.pool,
+            member.replica,
+            member.card,
+            step_cost,
+            self.config.ttl_s,
+            member.calibration,
         )
         config = self.config
         return Registration(epoch, config.heartbeat_s, config.ttl_s, config.plan_interval_s)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from dspark.core.leases import Lease, LeaseRequest
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Card, DrafterLoad, Member, Pool, Replica
 from dspark.scheduler.step_cost import StepCost
 from dspark.scheduler.store import checks, records
@@ -88,6 +89,7 @@ class MemoryStore:
         card: Card | None,
         step_cost: StepCost | None,
         ttl_s: float,
+        calibration: Sequence[CalibrationTable] = (),
     ) -> int:
         checks.registration(pool, replica, card)
         ttl = checks.ttl_ms(ttl_s)
@@ -99,7 +101,8 @@ class MemoryStore:
             self._book.free_of(name)
             self._forget(name, now)
         epoch = self._next(now)
-        member = Member(pool, replace(replica, epoch=epoch), card)
+        replica = replace(replica, epoch=epoch)
+        member = Member(pool, replica, card, calibration=tuple(calibration))
         self._lives[name] = _Life(member, step_cost, wanted=wanted)
         self._expiry.set(name, now + ttl)
         self._version = self._next(now)

@@ -41,7 +41,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "members": Key("zset", "replica -> ms at which it counts as dead"),
     "epochs": Key("hash", "replica -> its epoch"),
-    "cards": Key("hash", "replica -> JSON: pool, address, card"),
+    "cards": Key("hash", "replica -> JSON: pool, address, card, calibration"),
     "step_costs": Key("hash", "verifier -> JSON of its step cost"),
     "draining": Key("hash", "replica -> 1 if it says that it drains"),
     "wanted": Key("hash", "replica -> 1 if it is wanted to drain"),

@@ -4,7 +4,7 @@ later version must read it, bytes where only its sender and receiver do."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 from dspark.core.drafts import DrafterCard
 from dspark.core.errors import Fenced, InvalidRequest, NotFound
 from dspark.core.leases import Lease, LeaseRequest
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Card, DrafterLoad, Member, Pool, Replica, VerifierCard
 from dspark.core.requests import Limits
+from dspark.core.sampling import SamplingMode
 from dspark.scheduler.store.names import MAX_TTL_MS, lease_id
 
 
@@ -125,8 +127,14 @@ def dumps(value: object) -> str:
         raise InvalidRequest("record", value, "must hold finite numbers") from None
 
 
-def card_json(pool: Pool, address: str, card: Card | None) -> str:
-    return dumps({"pool": pool, "address": address, "card": asdict(card) if card else None})
+def card_json(
+    pool: Pool, address: str, card: Card | None, calibration: Sequence[CalibrationTable] = ()
+) -> str:
+    data: dict[str, object]
+    data = {"pool": pool, "address": address, "card": asdict(card) if card else None}
+    if calibration:
+        data["calibration"] = [asdict(table) for table in calibration]
+    return dumps(data)
 
 
 def member(replica_id: str, epoch: int, draining: bool, text: str | bytes) -> Member:
@@ -134,7 +142,8 @@ def member(replica_id: str, epoch: int, draining: bool, text: str | bytes) -> Me
     data = json.loads(text)
     pool = Pool(data["pool"])
     replica = Replica(replica_id, data["address"], epoch)
-    return Member(pool, replica, _card(pool, data["card"]), draining)
+    tables = tuple(map(_table, data.get("calibration", ())))
+    return Member(pool, replica, _card(pool, data["card"]), draining, tables)
 
 
 def _card(pool: Pool, data: dict[str, Any] | None) -> Card | None:
@@ -143,6 +152,11 @@ def _card(pool: Pool, data: dict[str, Any] | None) -> Card | None:
     if pool is Pool.VERIFIER:
         return VerifierCard(**{**data, "limits": Limits(**data["limits"])})
     return DrafterCard(**{**data, "layer_ids": tuple(data["layer_ids"])})
+
+
+def _table(data: dict[str, Any]) -> CalibrationTable:
+    mode, temperatures = SamplingMode(data["mode"]), tuple(data["temperatures"])
+    return CalibrationTable(data["drafter_id"], mode, temperatures)
 
 
 def members(version: int, alive: Iterable[Member], pools: Collection[Pool]) -> Members:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dspark.core.leases import Lease, LeaseRequest
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Card, DrafterLoad, Pool, Replica
 from dspark.scheduler.step_cost import StepCost
 from dspark.scheduler.store import checks, records
@@ -68,12 +69,13 @@ class RedisStore:
         card: Card | None,
         step_cost: StepCost | None,
         ttl_s: float,
+        calibration: Sequence[CalibrationTable] = (),
     ) -> int:
         checks.registration(pool, replica, card)
         epoch = await self._link.run(
             "register",
             replica.replica_id,
-            records.card_json(pool, replica.address, card),
+            records.card_json(pool, replica.address, card, calibration),
             step_cost.to_json() if step_cost else "",
             checks.ttl_ms(ttl_s),
         )

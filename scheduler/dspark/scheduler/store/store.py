@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from dspark.core.leases import Lease, LeaseRequest
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Card, DrafterLoad, Pool, Replica
 from dspark.scheduler.step_cost import StepCost
 from dspark.scheduler.store.records import (
@@ -48,9 +49,10 @@ class Store(Protocol):
         card: Card | None,
         step_cost: StepCost | None,
         ttl_s: float,
+        calibration: Sequence[CalibrationTable] = (),
     ) -> int:
         """A replica begins a new life; its epoch, above every earlier one of any replica. Leases
-        on an earlier life are freed. replica.epoch is not read."""
+        on an earlier life are freed. replica.epoch is not read. calibration: Member's."""
         ...
 
     async def heartbeat(

@@ -10,7 +10,7 @@ from dspark.core.drafts import Drafter
 from dspark.core.replicas import DrafterLoad, Member, Pool, Replica
 from dspark.deploy.roles.place import Place
 from dspark.deploy.roles.running import Load, RunningRole
-from dspark.drafter.handshake import DrafterOffer
+from dspark.drafter.handshake import DrafterOffer, sound_tables
 from dspark.drafter.runner import DraftRunner
 from dspark.drafter.servicer import DraftingServicer
 from dspark.models.drafters import NgramDrafter, load_drafter
@@ -45,7 +45,12 @@ async def drafter_role(place: Place) -> AsyncIterator[RunningRole]:
         running.membership = await stack.enter_async_context(
             Membership(
                 scheduler,
-                Member(Pool.DRAFTER, Replica(place.name, address), runner.card),
+                Member(
+                    Pool.DRAFTER,
+                    Replica(place.name, address),
+                    runner.card,
+                    calibration=sound_tables(offer),
+                ),
                 load=lambda: loads.since(runner),
                 on_drain=running.drain_wanted.set,
                 on_fenced=running.fenced.set,

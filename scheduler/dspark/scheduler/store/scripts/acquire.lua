@@ -6,7 +6,7 @@
 --                         members: number of the list of members
 --   members         zset  replica -> ms at which it counts as dead
 --   epochs          hash  replica -> its epoch
---   cards           hash  replica -> JSON: pool, address, card
+--   cards           hash  replica -> JSON: pool, address, card, calibration
 --   step_costs      hash  verifier -> JSON of its step cost
 --   draining        hash  replica -> 1 if it says that it drains
 --   wanted          hash  replica -> 1 if it is wanted to drain
