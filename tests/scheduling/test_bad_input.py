@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from dspark.core.reports import Report
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler.store import Store
 from dspark.scheduling.client import SchedulingClient
-from dspark.scheduling.wire_client import register_to_wire
+from dspark.scheduling.wire_client import member_from_wire, register_to_wire
 from dspark.v1 import scheduling_pb2 as pb
 from dspark.v1 import scheduling_pb2_grpc as pb_grpc
 
@@ -265,6 +265,52 @@ def lease(**fields: Any) -> pb.AcquireLeaseRequest:
 
 def beat(**fields: Any) -> pb.HeartbeatRequest:
     return pb.HeartbeatRequest(**{"replica_id": "v2", "epoch": 1, **fields})
+
+
+def verifier(limits: dict[str, int] | None = None, **fields: Any) -> pb.RegisterRequest:
+    card = card_of(an_engine())
+    card = replace(card, limits=replace(card.limits, **(limits or {})), **fields)
+    return register_to_wire(Member(Pool.VERIFIER, Replica("v3", "h:1"), card), COST)
+
+
+BAD_CARDS: dict[str, tuple[pb.RegisterRequest, int]] = {
+    "verifier.limits.vocab_size": (verifier({"vocab_size": 0}), 0),
+    "verifier.limits.context_length": (verifier({"context_length": 0}), 0),
+    "verifier.limits.kv_tokens": (verifier({"kv_tokens": 0}), 0),
+    "verifier.block_size": (verifier(block_size=0), 0),
+    "verifier.max_sequences": (verifier(max_sequences=0), 0),
+    "drafter.gamma": (drafter(gamma=1000), 1000),
+}
+
+
+async def test_cards_that_nothing_can_be_planned_with_are_refused_at_the_door(
+    store: Store,
+) -> None:
+    async with scene(store) as of:
+        for field, (message, value) in BAD_CARDS.items():
+            says = rf"{field}: {value} must be a whole number in \[[01], \d+\]"
+            with pytest.raises(grpc.aio.AioRpcError, match=says) as told:
+                await of.stub.Register(message)
+            assert told.value.code().name == "INVALID_ARGUMENT"
+        await of.undisturbed()
+
+
+async def test_a_card_that_another_scheduler_let_in_costs_nobody_else(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(store) as of:
+        for number, (message, _) in enumerate(BAD_CARDS.values()):
+            member = member_from_wire(message)
+            name = replace(member.replica, replica_id=f"odd{number}")
+            await store.register(member.pool, name, member.card, COST, 60.0)
+        view = of.served.scheduler.view
+        await until(lambda: len(view.members.members) == 2 + len(BAD_CARDS))
+        assert {v.replica.replica_id for v in view.fleet.verifiers} == {"v1", "v2"}
+        assert not view.fleet.drafters
+        assert view.refused.keys() == BAD_CARDS.keys()
+        assert len(of.served.scheduler.status().members) == 2 + len(BAD_CARDS)
+        await of.undisturbed()
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 BAD_CALLS: dict[str, tuple[str, Any, str, str]] = {

@@ -10,13 +10,14 @@ from dspark.core.drafts import MAX_GAMMA, DrafterCard
 from dspark.core.errors import InvalidRequest
 from dspark.core.leases import LeaseRequest
 from dspark.core.plans import CalibrationTable
-from dspark.core.replicas import Card, DrafterLoad
+from dspark.core.replicas import Card, DrafterLoad, Member, VerifierCard
 from dspark.core.reports import CONFIDENCE_BINS, SURVIVAL_BINS, Counts, Report, VerdictCounts
 from dspark.core.sampling import SamplingMode
 
 # Far above what any interval holds, far below where sums of floats or int64 lose a count.
 MAX_COUNT = 2**32 - 1
 MAX_NUMBER = 2**63 - 1
+MAX_TOKENS = 2**53  # of a KV pool: the largest number that a store's scripts can count to
 MAX_SECONDS = 3600.0
 MAX_RATE = 1e9  # tokens a second
 MAX_MEAN = 2.0**31  # requests or tokens of a step
@@ -74,6 +75,24 @@ def check_load(load: DrafterLoad) -> DrafterLoad:
     _real("tokens_per_s", load.tokens_per_s, 0.0, MAX_RATE)
     _real("capacity_tokens_per_s", load.capacity_tokens_per_s, 0.0, MAX_RATE)
     return load
+
+
+def check_member(member: Member) -> Member:
+    """The member itself if requests can be routed to it and planned for, else `InvalidRequest`
+    naming the field. Its pool and names are the store's to check."""
+    card = member.card
+    if isinstance(card, VerifierCard):
+        _between("verifier.limits.vocab_size", card.limits.vocab_size, 1, MAX_COUNT)
+        _between("verifier.limits.context_length", card.limits.context_length, 1, MAX_COUNT)
+        _between("verifier.limits.kv_tokens", card.limits.kv_tokens, 1, MAX_TOKENS)
+        _between("verifier.block_size", card.block_size, 1, MAX_COUNT)
+        _between("verifier.max_sequences", card.max_sequences, 1, MAX_COUNT)
+        _between("verifier.max_waiting", card.max_waiting, 0, MAX_COUNT)
+    elif isinstance(card, DrafterCard):
+        _between("drafter.gamma", card.gamma, 0, MAX_GAMMA)
+        _between("drafter.vocab_size", card.vocab_size, 0, MAX_COUNT)
+    check_tables(member.calibration, card)
+    return member
 
 
 def check_tables(tables: Sequence[CalibrationTable], card: Card | None) -> None:
@@ -136,8 +155,12 @@ def _counts(field: str, counts: Counts, bins: int) -> None:
 
 
 def _whole(field: str, value: object, most: int) -> None:
-    if type(value) is not int or not 0 <= value <= most:
-        raise InvalidRequest(field, value, f"must be a whole number in [0, {most}]")
+    _between(field, value, 0, most)
+
+
+def _between(field: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidRequest(field, value, f"must be a whole number in [{least}, {most}]")
 
 
 def _real(field: str, value: object, least: float, most: float) -> None:

@@ -172,7 +172,7 @@ class Planner:
         if view.members.version == self._members:
             return
         self._members = view.members.version
-        by_age = sorted(view.members.members, key=lambda member: member.replica.epoch)
+        by_age = sorted(view.sound, key=lambda member: member.replica.epoch)
         tables = [table for member in by_age for table in member.calibration]
         self._calibration = ship(self._calibration, tables)
 

@@ -36,7 +36,7 @@ from dspark.scheduler.central.outage import Outage
 from dspark.scheduler.central.planning import Planner
 from dspark.scheduler.central.status import members_of
 from dspark.scheduler.central.view import View
-from dspark.scheduler.intake import check_lease_request, check_load, check_report, check_tables
+from dspark.scheduler.intake import check_lease_request, check_load, check_member, check_report
 from dspark.scheduler.routing import Candidate as Choice
 from dspark.scheduler.routing import in_time, route
 from dspark.scheduler.step_cost import StepCost
@@ -117,7 +117,7 @@ class Scheduler:
     async def register(self, member: Member, step_cost: StepCost | None) -> Registration:
         """A replica joins its pool. Raises InvalidRequest, and ModelError for a drafter that was
         made for another target than every verifier here, with both values."""
-        check_tables(member.calibration, member.card)
+        check_member(member)
         self._check_fit(member)
         epoch = await self._store.register(
             member.pool,
@@ -133,9 +133,7 @@ class Scheduler:
     def _check_fit(self, member: Member) -> None:
         if not isinstance(member.card, DrafterCard):
             return
-        targets = [
-            card for m in self.view.members.members if isinstance(card := m.card, VerifierCard)
-        ]
+        targets = [card for m in self.view.sound if isinstance(card := m.card, VerifierCard)]
         drafter = member.card
         for name, own, theirs in (
             ("target_id", drafter.target_id, {card.target_id for card in targets}),

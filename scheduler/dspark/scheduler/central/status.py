@@ -25,7 +25,7 @@ def _load(view: View, member: Member) -> VerifierLoad | DrafterLoad | None:
     name = member.replica.replica_id
     if isinstance(member.card, DrafterCard):
         return view.usage.loads.get(name)
-    report = view.reports.get(name)
+    report = view.reports.get(name) if name in view.fleet.index else None  # else its card is none
     if isinstance(member.card, VerifierCard) and report and report.epoch == member.replica.epoch:
         return verifier_load(member.card, report)
     return None

@@ -12,7 +12,7 @@ from dspark.core.replicas import DrafterLoad, Member, VerifierCard
 from dspark.core.reports import Report
 from dspark.scheduler.central.codec import Codec
 from dspark.scheduler.fleet import DrafterState, Fleet, VerifierState
-from dspark.scheduler.intake import check_report
+from dspark.scheduler.intake import check_member, check_report
 from dspark.scheduler.step_cost import StepCost
 from dspark.scheduler.store import Claim, Members, Store, StoredReport, Usage
 
@@ -22,12 +22,14 @@ _Read = tuple[StoredReport, Report]
 @dataclass(slots=True)
 class View:
     """members: all pools. reports: by verifier, the newest, checked. costs: by verifier, with the
-    epoch they are of. refused: reports that could not be read, by why."""
+    epoch they are of. refused: reports and members that could not be read, by why. sound: members
+    that requests can be routed to; another scheduler's replica may have let in others."""
 
     members: Members = field(default_factory=lambda: Members(-1, ()))
     reports: dict[str, Report] = field(default_factory=dict)
     usage: Usage = field(default_factory=lambda: Usage({}, {}, {}))
     costs: dict[str, tuple[int, StepCost]] = field(default_factory=dict)
+    sound: tuple[Member, ...] = ()
     fleet: Fleet = field(default_factory=lambda: Fleet(()))
     refused: Counter[str] = field(default_factory=Counter)
     _read: dict[str, _Read] = field(default_factory=dict)
@@ -42,7 +44,8 @@ class View:
         members = await store.members(known=self.members.version) or self.members
         usage = await store.usage()
         stored = await store.reports()
-        verifiers = [m.replica for m in members.members if isinstance(m.card, VerifierCard)]
+        sound = self.sound if members is self.members else self._checked(members)
+        verifiers = [m.replica for m in sound if isinstance(m.card, VerifierCard)]
         lacking = [
             replica.replica_id
             for replica in verifiers
@@ -50,13 +53,22 @@ class View:
         ]
         known = self.costs | (await store.step_costs(lacking) if lacking else {})
         alive = {replica.replica_id for replica in verifiers}
-        self.members, self.usage = members, usage
+        self.members, self.sound, self.usage = members, sound, usage
         self.costs = {name: cost for name, cost in known.items() if name in alive}
         taken, self._taken = self._taken, {}
         # In threads: of many it takes a while, and requests wait for their leases meanwhile.
         self._read = await asyncio.to_thread(self._reading, stored, codec, taken)
         self.reports = {name: report for name, (_, report) in self._read.items()}
         self.fleet = await asyncio.to_thread(Fleet, self.verifiers(), self.drafters())
+
+    def _checked(self, members: Members) -> tuple[Member, ...]:
+        sound = []
+        for member in members.members:
+            try:
+                sound.append(check_member(member))
+            except InvalidRequest as error:
+                self.refused[error.field] += 1
+        return tuple(sound)
 
     def _reading(
         self, stored: list[StoredReport], codec: Codec, taken: dict[str, _Read]
@@ -106,4 +118,4 @@ class View:
         return states
 
     def _with(self, card: type[VerifierCard] | type[DrafterCard]) -> list[Member]:
-        return [member for member in self.members.members if isinstance(member.card, card)]
+        return [member for member in self.sound if isinstance(member.card, card)]

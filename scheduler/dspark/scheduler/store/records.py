@@ -130,8 +130,11 @@ def dumps(value: object) -> str:
 def card_json(
     pool: Pool, address: str, card: Card | None, calibration: Sequence[CalibrationTable] = ()
 ) -> str:
-    data: dict[str, object]
-    data = {"pool": pool, "address": address, "card": asdict(card) if card else None}
+    data: dict[str, object] = {
+        "pool": pool,
+        "address": address,
+        "card": asdict(card) if card else None,
+    }
     if calibration:
         data["calibration"] = [asdict(table) for table in calibration]
     return dumps(data)
