@@ -99,6 +99,7 @@ BAD_REPORTS: list[tuple[dict[str, Any], str]] = [
     ({"prefill_tokens": -3.0}, "prefill_tokens"),
     ({"step_residual_s": NAN}, "step_residual_s"),
     ({"seen_through": BIG}, "seen_through"),
+    ({"verdicts_through": 99}, "verdicts_through"),  # beyond what it has seen
     ({"epoch": BIG}, "epoch"),
     (tenant(tenant="t", survivals=[1] * 63), "tenants[].survivals"),
     (tenant(tenant="t", floor_tps=NAN), "tenants[].floor_tps"),

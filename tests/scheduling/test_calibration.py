@@ -20,12 +20,13 @@ from dspark.core.sampling import SamplingMode
 from dspark.scheduler.central import SchedulerConfig
 from dspark.scheduler.central.planning import MAX_STREAMS, VERDICTS_S, Planner
 from dspark.scheduler.central.view import View
-from dspark.scheduler.store import MemoryStore, Store
+from dspark.scheduler.store import MemoryStore, Store, StoredReport
 from dspark.scheduler.sts import BIN_LOGITS
 from dspark.scheduling.client import SchedulingClient
 from dspark.scheduling.membership import Membership
 from dspark.scheduling.servicer import WireCodec
 from dspark.verifier.engine import Engine
+from dspark.verifier.tally import Crowd, FinishedDraft, Reporter, Tally
 
 from ..scheduler.store.cluster import Clock
 from ..verifier.toy import (
@@ -37,7 +38,7 @@ from ..verifier.toy import (
     request,
     toy_engine,
 )
-from .cluster import RULE, Enrolled, Served, V, card_of, enrolled, scheduling, until
+from .cluster import COST, RULE, Enrolled, Served, V, card_of, enrolled, scheduling, until
 
 # It says σ(4) = 0.98 of every token, and three in four stand.
 LOGIT, STANDS = 4.0, 0.75
@@ -224,6 +225,41 @@ async def test_each_verdict_counts_once_however_often_its_report_is_read(clock: 
     await planner.plan(view)
     (drift,) = planner.drift()
     assert drift.verdicts == 2000
+
+
+async def test_verdicts_that_the_next_report_replaces_are_heard_and_count_once(
+    memory: MemoryStore, clock: Clock
+) -> None:
+    """Of a verifier's reports the store keeps the last."""
+    planner, view = await leading(memory, "a", clock), View()
+    card = card_of(an_engine())
+    epoch = await memory.register(Pool.VERIFIER, Replica("v1", "h:1"), card, COST, 600.0)
+    reporter = Reporter("v1", epoch)
+    z, a = np.full(2, LOGIT, np.float32), np.array([0.9, 0.8])
+    kinds = "t", "d", SamplingMode.GREEDY, z, a
+    told = []
+    for number in range(1, 5):
+        tally = Tally(0.05 * number, steps=1, requests=1)
+        tally.drafts.append(FinishedDraft(number, *kinds, judged=2, accepted=1))
+        report = reporter.report(tally, Crowd(0.05 * (number + 1), number, 10))
+        assert report is not None
+        told.append(bool(report.tenants[0].verdicts))
+        stored = StoredReport("v1", epoch, report.seen_through, CODEC.report(report))
+        await memory.put_reports([stored], 600.0)
+        if number == 1:
+            continue  # the next one comes first
+        await view.look(memory, CODEC)
+        await planner.plan(view)
+        plans = await memory.plans(["v1"])
+        assert plans is not None
+        if number == 3:  # the plan of the second report was lost
+            reporter.heard(CODEC.read_plan(plans.plans["v1"]).seen_through)
+    assert told == [True, True, True, False]
+    clock.now += VERDICTS_S
+    await planner.lead()
+    await planner.plan(view)
+    (drift,) = planner.drift()
+    assert drift.verdicts == 2
 
 
 async def test_made_up_drafters_do_not_fill_the_memory(clock: Clock) -> None:

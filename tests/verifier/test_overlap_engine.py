@@ -14,7 +14,7 @@ from dspark.core.drafts import Draft, Lost, NeedContext
 from dspark.core.errors import Unavailable
 from dspark.core.sampling import SamplingParams
 from dspark.verifier.pacing import work_of
-from dspark.verifier.tally import report_of
+from dspark.verifier.tally import report_of, verdicts_of
 
 from .remote import FEATURES, RemoteScene, ScriptedLink, World, adopt, after, remote_scene
 from .toy import (
@@ -476,7 +476,7 @@ def test_reports_name_replicas_and_calibration_checkpoints() -> None:
     ask(of, 4)
     check(of, 4)
     tally, crowd = of.engine.take_tally()
-    report = report_of(tally, crowd, "v1", 1, tally.drafts)
+    report = report_of(tally, crowd, "v1", 1, verdicts_of(tally.drafts))
     assert [use.drafter for use in report.drafters] == ["d0", "d1"]
     assert all(0 < use.exposed_s < 0.01 for use in report.drafters)
     assert {c.drafter_id for t in report.tenants for c in t.verdicts} == {"scripted"}

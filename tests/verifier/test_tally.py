@@ -12,6 +12,7 @@ from dspark.core.sampling import SamplingMode
 from dspark.verifier.tally import (
     IDLE_INTERVALS,
     MAX_DRAFTS,
+    TELLINGS,
     VERDICTS_S,
     Crowd,
     FinishedDraft,
@@ -20,6 +21,7 @@ from dspark.verifier.tally import (
     report_of,
     survival_histogram,
     verdict_counts,
+    verdicts_of,
 )
 
 from .toy import (
@@ -48,7 +50,7 @@ def scene(wrong_every: int = 4, **config: object) -> Scene:
 
 def report(of: Scene) -> Report:
     tally, crowd = of.engine.take_tally()
-    return report_of(tally, crowd, "v1", 3, judged=tally.drafts)
+    return report_of(tally, crowd, "v1", 3, verdicts_of(tally.drafts))
 
 
 def test_a_report_adds_up_to_what_was_committed_and_verified() -> None:
@@ -196,6 +198,7 @@ def test_verdicts_go_up_once_a_second_and_survivals_each_time() -> None:
     told = []
     for number in range(1, 81):
         told.append(reporter.report(*seen(0.05 * number, number, finished(number))))
+        reporter.heard(number)
     assert all(r is not None and sum(r.tenants[0].survivals) == 2 for r in told)
     counts = [verdicts_in(r) for r in told]
     at = [i for i, count in enumerate(counts) if count]
@@ -204,17 +207,35 @@ def test_verdicts_go_up_once_a_second_and_survivals_each_time() -> None:
     assert sum(counts[: at[-1] + 1]) == 2 * (at[-1] + 1)  # each draft's once
 
 
-def test_a_report_that_is_lost_loses_its_own_verdicts_only() -> None:
+def test_verdicts_are_told_under_one_name_until_a_plan_has_seen_them() -> None:
     reporter = Reporter("v1", 3)
-    assert verdicts_in(reporter.report(*seen(1.0, 1, finished(1)))) == 2  # lost on the way
-    assert verdicts_in(reporter.report(*seen(1.5, 2, finished(2)))) == 0
-    assert verdicts_in(reporter.report(*seen(2.1, 3, finished(3)))) == 4
+    told = [reporter.report(*seen(1.0 + 0.05 * i, 5 + i, finished(5 + i))) for i in range(3)]
+    reporter.heard(4)  # of a report before them
+    told.append(reporter.report(*seen(1.2, 9, finished(9))))
+    assert [r and (verdicts_in(r), r.verdicts_through, r.seen_through) for r in told] == [
+        (2, 5, 5),
+        (2, 5, 6),
+        (2, 5, 7),
+        (2, 5, 9),
+    ]
+    reporter.heard(6)
+    last = reporter.report(*seen(1.25, 10, finished(10)))
+    assert last is not None
+    assert (verdicts_in(last), last.verdicts_through) == (0, 0)
+    assert verdicts_in(reporter.report(*seen(2.1, 11, finished(11)))) == 10
+
+
+def test_without_a_plan_verdicts_are_told_a_few_times_only() -> None:
+    reporter = Reporter("v1", 3)
+    told = [reporter.report(*seen(1.0 + 0.05 * i, 5 + i, finished(5 + i))) for i in range(12)]
+    assert [verdicts_in(r) for r in told] == [2] * TELLINGS + [0] * (12 - TELLINGS)
 
 
 def test_reports_with_verdicts_differ_in_what_they_have_seen() -> None:
     """That is how the planner tells a new one from one that it reads again."""
     reporter = Reporter("v1", 3)
     assert verdicts_in(reporter.report(*seen(1.0, 7, finished(7)))) == 2
+    reporter.heard(7)
     assert verdicts_in(reporter.report(*seen(3.0, 7, finished(6)))) == 0
     assert verdicts_in(reporter.report(*seen(3.1, 8, finished(8)))) == 4
 
@@ -232,6 +253,7 @@ def test_an_idle_verifier_says_now_and_then_that_it_is_there() -> None:
 def test_the_last_verdicts_go_up_though_the_verifier_is_idle_by_then() -> None:
     reporter = Reporter("v1", 3)
     reporter.report(*seen(1.0, 1, finished(1)))
+    reporter.heard(1)
     reporter.report(*seen(1.1, 2, finished(2)))
     told = [reporter.report(Tally(t), Crowd(t, 2, 10)) for t in np.arange(1.2, 3.0, 0.05)]
-    assert sum(verdicts_in(r) for r in told if r is not None) == 2
+    assert [v for r in told if r is not None and (v := verdicts_in(r))] == [2] * TELLINGS

@@ -64,7 +64,8 @@ class Report:
     """seen_through: highest sequence number of a draft in this report or an earlier one.
     interval_s, steps: what it covers; without a step the means say nothing. requests (R),
     prefill_tokens (P), context, step_residual_s (measured − predicted): means of a step.
-    free_blocks, queue: now."""
+    free_blocks, queue: now. verdicts_through: names the verdicts in it, which several reports may
+    tell, by the newest draft among them; 0: seen_through does."""
 
     verifier: str
     epoch: int
@@ -79,3 +80,4 @@ class Report:
     queue: int = 0
     tenants: tuple[TenantReport, ...] = ()
     drafters: tuple[DrafterUse, ...] = field(default=())
+    verdicts_through: int = 0

@@ -640,6 +640,7 @@ class Report(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
+    VERDICTS_THROUGH_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """The verifier's; read from the stream's first report."""
     verifier: _builtins.str
@@ -664,6 +665,10 @@ class Report(_message.Message):
     """KV blocks free now."""
     queue: _builtins.int
     """Runs waiting now."""
+    verdicts_through: _builtins.int
+    """Names the verdicts in it: highest sequence number of a draft when they were told first. The same
+    are told again until a plan has seen them, and count once. 0: seen_through names them.
+    """
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantReport]:
         """Tenants with anything to say."""
@@ -689,10 +694,11 @@ class Report(_message.Message):
         queue: _builtins.int = ...,
         tenants: _abc.Iterable[Global___TenantReport] | None = ...,
         drafters: _abc.Iterable[Global___DrafterUse] | None = ...,
+        verdicts_through: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "drafters", b"drafters", "epoch", b"epoch", "free_blocks", b"free_blocks", "interval_s", b"interval_s", "prefill_tokens", b"prefill_tokens", "protocol_version", b"protocol_version", "queue", b"queue", "requests", b"requests", "seen_through", b"seen_through", "step_residual_s", b"step_residual_s", "steps", b"steps", "tenants", b"tenants", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "drafters", b"drafters", "epoch", b"epoch", "free_blocks", b"free_blocks", "interval_s", b"interval_s", "prefill_tokens", b"prefill_tokens", "protocol_version", b"protocol_version", "queue", b"queue", "requests", b"requests", "seen_through", b"seen_through", "step_residual_s", b"step_residual_s", "steps", b"steps", "tenants", b"tenants", "verdicts_through", b"verdicts_through", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,7 @@ def check_report(report: Report, gamma: int = MAX_GAMMA) -> Report:
     _name("verifier", report.verifier)
     _whole("epoch", report.epoch, MAX_NUMBER)
     _whole("seen_through", report.seen_through, MAX_NUMBER)
+    _whole("verdicts_through", report.verdicts_through, report.seen_through)
     _real("interval_s", report.interval_s, 1e-6, MAX_SECONDS)
     _whole("steps", report.steps, MAX_COUNT)
     for field in ("requests", "prefill_tokens", "context"):

@@ -233,6 +233,7 @@ def report_to_wire(report: Report) -> pb.Report:
             pb.DrafterUse(drafter=use.drafter, drafted=use.drafted, exposed_s=use.exposed_s)
             for use in report.drafters
         ],
+        verdicts_through=report.verdicts_through,
     )
 
 
@@ -265,6 +266,7 @@ def report_from_wire(wire: pb.Report) -> Report:
         drafters=tuple(
             DrafterUse(use.drafter, use.drafted, use.exposed_s) for use in wire.drafters
         ),
+        verdicts_through=wire.verdicts_through,
     )
 
 

@@ -54,7 +54,8 @@ def enrol(
                     while True:
                         async with asyncio.timeout(silent_s):
                             plan = await anext(plans)
-                        await runner.between_steps(_taking(plan))
+                        if await runner.between_steps(_taking(plan)):
+                            reporter.heard(plan.seen_through)
             except TimeoutError:
                 scheduler.turn_away()
             except DsparkError as error:  # the heartbeats say so, once

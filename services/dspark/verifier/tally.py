@@ -9,6 +9,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from dspark.core.sampling import SamplingMode
 from dspark.scheduler import sts
 
 Table = tuple[Counts, ...]
+Verdicts = tuple[VerdictCounts, ...]
 
 # What covers no time cannot be a rate.
 SHORTEST_S = 1e-6
@@ -33,6 +35,8 @@ SHORTEST_S = 1e-6
 MAX_DRAFTS = 4096
 # Seconds of verdicts that go up together.
 VERDICTS_S = 1.0
+# Reports that the same verdicts go up in, where no plan says that they were seen.
+TELLINGS = 5
 # Plan intervals between two reports of an idle engine, which says no more than that it is there.
 IDLE_INTERVALS = 10
 
@@ -118,8 +122,8 @@ class Reporter:
     """Makes the reports of a verifier's life `epoch`, one for each tally.
 
     Verdict counts are the larger part of a report, and what they are for, calibration, takes
-    minutes: they are kept for VERDICTS_S and go up together. A report that is lost costs those that
-    were in it.
+    minutes: they are kept for VERDICTS_S and go up together. The scheduler keeps a verifier's last
+    report only, so the same are told again until a plan has seen them, or TELLINGS times.
     """
 
     def __init__(self, verifier: str, epoch: int) -> None:
@@ -128,27 +132,39 @@ class Reporter:
         self._judged: deque[FinishedDraft] = deque(maxlen=MAX_DRAFTS)
         self._told_at = -math.inf
         self._told_through = 0
+        self._telling: Mapping[str, Verdicts] = {}
+        self._tellings = 0
         self._idle = 0
 
     def report(self, tally: Tally, crowd: Crowd) -> Report | None:
         """None where there is nothing to say: an idle verifier only says now and then that it is
         there."""
         self._judged += tally.drafts
-        judged = self._due(crowd)
+        verdicts = self._due(crowd)
         self._idle = 0 if tally.steps or crowd.active or crowd.queued else self._idle + 1
-        if self._idle % IDLE_INTERVALS > 1 and not judged:
+        if self._idle % IDLE_INTERVALS > 1 and not verdicts:
             return None
-        return report_of(tally, crowd, self._verifier, self._epoch, judged)
+        through = self._told_through if verdicts else 0
+        return report_of(tally, crowd, self._verifier, self._epoch, verdicts, through)
 
-    def _due(self, crowd: Crowd) -> tuple[FinishedDraft, ...]:
-        """Drafts whose verdicts are to be told now. Reports with any are told apart by what they
-        have seen, so there must be something new."""
-        if crowd.now - self._told_at < VERDICTS_S or crowd.seen_through <= self._told_through:
-            return ()
-        due = tuple(self._judged)
-        self._judged.clear()
-        self._told_at, self._told_through = crowd.now, crowd.seen_through
-        return due
+    def heard(self, seen_through: int) -> None:
+        """A plan for this life has come that was made of a report with this seen_through. All of
+        them since the verdicts were told first had them too."""
+        if seen_through >= self._told_through:
+            self._telling = {}
+
+    def _due(self, crowd: Crowd) -> Mapping[str, Verdicts]:
+        """Verdicts to be told now. New ones are told apart by what was seen, so there must be
+        something new."""
+        if crowd.now - self._told_at >= VERDICTS_S and crowd.seen_through > self._told_through:
+            self._telling = verdicts_of(self._judged)
+            self._judged.clear()
+            self._told_at, self._told_through = crowd.now, crowd.seen_through
+            self._tellings = 0
+        if self._tellings >= TELLINGS:
+            return {}
+        self._tellings += 1
+        return self._telling
 
 
 def report_of(
@@ -156,11 +172,12 @@ def report_of(
     crowd: Crowd,
     verifier: str,
     epoch: int,
-    judged: Iterable[FinishedDraft] = (),
+    told: Mapping[str, Verdicts] = MappingProxyType({}),
+    told_through: int = 0,
 ) -> Report:
-    """One report. judged: drafts whose verdicts it tells."""
+    """One report. told: by tenant, the verdicts in it; told_through: Report.verdicts_through."""
     steps = max(tally.steps, 1)
-    drafts, told = _by_tenant(tally.drafts), _by_tenant(judged)
+    drafts = _by_tenant(tally.drafts)
     names = sorted({*crowd.active, *crowd.queued, *tally.tokens, *drafts, *told})
     return Report(
         verifier=verifier,
@@ -181,7 +198,14 @@ def report_of(
             for name in names
         ),
         drafters=_uses(tally),
+        verdicts_through=told_through,
     )
+
+
+def verdicts_of(judged: Iterable[FinishedDraft]) -> dict[str, Verdicts]:
+    """By tenant, of those that have any."""
+    counts = {name: verdict_counts(drafts) for name, drafts in _by_tenant(judged).items()}
+    return {name: verdicts for name, verdicts in counts.items() if verdicts}
 
 
 def _by_tenant(drafts: Iterable[FinishedDraft]) -> dict[str, list[FinishedDraft]]:
@@ -196,7 +220,7 @@ def _tenant(
     crowd: Crowd,
     tokens: int,
     drafts: Sequence[FinishedDraft],
-    judged: Sequence[FinishedDraft],
+    verdicts: Verdicts,
 ) -> TenantReport:
     return TenantReport(
         tenant=name,
@@ -205,7 +229,7 @@ def _tenant(
         tokens=tokens,
         floor_tps=crowd.floors.get(name, 0.0),
         survivals=survival_histogram([draft.survival for draft in drafts]),
-        verdicts=verdict_counts(judged),
+        verdicts=verdicts,
     )
 
 

@@ -177,12 +177,12 @@ class Planner:
         self._calibration = ship(self._calibration, tables)
 
     def _hear(self, view: View) -> None:
-        """Keep verdicts that are new: two reports with any differ in what they have seen."""
+        """Keep verdicts that are new: the same are told until a plan has seen them."""
         heard = {}
         for name, report in view.reports.items():
             before = self._heard.get(name, (-1, -1))
             verdicts = [counts for tenant in report.tenants for counts in tenant.verdicts]
-            mark = report.epoch, report.seen_through
+            mark = report.epoch, report.verdicts_through or report.seen_through
             if verdicts and mark > before:
                 self._verdicts += verdicts
                 before = mark
