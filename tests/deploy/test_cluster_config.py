@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a scheduler that cannot be": (
         {"scheduler": {"settings": {"ttl_s": 0.1}}},
-        "scheduler.settings.ttl_s: 0.1 must be at least twice heartbeat_s, 0.5",
+        "scheduler.settings.ttl_s: 0.1 must be at least three times heartbeat_s, 0.5",
     ),
     "a batch of none": (
         {"drafter": {"batching": {"max_batch": 0}}},

@@ -274,7 +274,7 @@ async def test_an_operators_wish_reaches_the_replica_and_a_newer_life_ends_an_ol
 
 async def test_a_replica_that_drains_says_so_at_once(checkpoint: Path) -> None:
     """Before its next heartbeat, so that nobody is sent there any more."""
-    settings = {"heartbeat_s": 100.0, "ttl_s": 200.0}
+    settings = {"heartbeat_s": 100.0, "ttl_s": 300.0}
     async with cluster(checkpoint, scheduler={"settings": settings}) as made:
         scheduler = await made.start("scheduler")
         drafter = await made.start("drafter")

@@ -22,6 +22,7 @@ from dspark.scheduling.client import SchedulingClient
 from dspark.scheduling.membership import Membership
 
 from .cluster import PATIENT_S, Served, an_engine, enrolled, scheduling, until, verifying
+from .door import Door, Mode
 
 
 def a_gateway(name: str = "g") -> Member:
@@ -73,6 +74,46 @@ async def test_a_newer_life_elsewhere_ends_this_one(memory: Store) -> None:
             await until(lambda: bool(fenced))
             assert new.epoch > old.epoch
             assert await ids(memory) == {"g"}
+
+
+class Beating(SchedulingClient):
+    """Counts heartbeats, and those that nobody answered."""
+
+    beats = lost = 0
+
+    async def heartbeat(self, *args: Any, **rest: Any) -> bool:
+        try:
+            return await super().heartbeat(*args, **rest)
+        except Unavailable:
+            self.lost += 1
+            raise
+        finally:
+            self.beats += 1
+
+
+async def test_a_scheduler_that_takes_a_heartbeat_and_never_answers_costs_no_life(
+    memory: Store,
+) -> None:
+    """Whatever time a call may take else: there is another replica, and it is asked in time."""
+    paced = {"heartbeat_s": 1.0, "ttl_s": 3.5}
+    async with (
+        scheduling(memory, "s1", **paced) as s1,
+        scheduling(memory, "s2", **paced) as s2,
+        Door(s1.address) as one,
+        Door(s2.address) as two,
+        Beating([one.address, two.address], call_s=PATIENT_S) as client,
+        Membership(client, a_gateway()) as member,
+    ):
+        await until(lambda: client.beats > 0)
+        epoch = member.epoch
+        for door in (one, two):  # it asks one of them
+            door.turn(Mode.SILENT)
+            seen = client.beats
+            await until(lambda seen=seen: client.beats >= seen + 3)  # type: ignore[misc]
+            door.turn(Mode.OPEN)
+        assert client.lost > 0
+        assert member.epoch == epoch
+        assert await ids(memory) == {"g"}
 
 
 async def test_an_operators_wish_to_drain_is_heard_once(memory: Store) -> None:

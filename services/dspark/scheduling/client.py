@@ -117,8 +117,10 @@ class SchedulingClient:
         draining: bool = False,
         leases: Sequence[Lease] = (),
         load: DrafterLoad | None = None,
+        timeout_s: float | None = None,
     ) -> bool:
-        """Whether it is wanted to drain. Raises NotFound (register again), Fenced (stop)."""
+        """Whether it is wanted to drain. Raises NotFound (register again), Fenced (stop).
+        timeout_s: for an answer, where that is less than usual."""
         request = pb.HeartbeatRequest(
             replica_id=replica_id,
             epoch=epoch,
@@ -126,7 +128,8 @@ class SchedulingClient:
             leases=map(lease_to_wire, leases),
             drafter_load=None if load is None else load_to_wire(load),
         )
-        return bool((await self._call("Heartbeat", request)).drain)
+        wait_s = self._call_s if timeout_s is None else min(timeout_s, self._call_s)
+        return bool((await self._call("Heartbeat", request, wait_s)).drain)
 
     async def leave(self, replica_id: str, epoch: int) -> None:
         await self._call("Leave", pb.LeaveRequest(replica_id=replica_id, epoch=epoch))

@@ -26,6 +26,11 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 
 
+# Heartbeats that fit into the time to live after the last one that was heard: all but the last may
+# go unanswered, each at another replica.
+TRIES = 3
+
+
 async def _nothing(_: Registration) -> None:
     return
 
@@ -131,14 +136,26 @@ class Membership:
         work = asyncio.ensure_future(self._alive(told))
         work.add_done_callback(_log_bug)
         try:
-            while True:
-                await self._beat()
-                await asyncio.sleep(told.heartbeat_s)
+            await self._beats(told)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _beat(self) -> None:
+    async def _beats(self, told: Registration) -> None:
+        """One each heartbeat_s, whatever its answer takes; after one that failed the next comes
+        sooner, and goes to another replica."""
+        answer_s = (told.ttl_s - told.heartbeat_s) / TRIES
+        now, retry_s = asyncio.get_running_loop().time, FIRST_RETRY_S
+        while True:
+            begin = now()
+            if await self._beat(answer_s):
+                due, retry_s = begin + told.heartbeat_s, FIRST_RETRY_S
+            else:
+                due, retry_s = begin + min(retry_s, told.heartbeat_s), 2 * retry_s
+            await asyncio.sleep(max(due - now(), 0.0))
+
+    async def _beat(self, timeout_s: float | None = None) -> bool:
+        """Whether it was heard."""
         try:
             drain = await self._scheduler.heartbeat(
                 self.replica_id,
@@ -146,14 +163,16 @@ class Membership:
                 draining=self.draining,
                 leases=self._leases(),
                 load=self._load(),
+                timeout_s=timeout_s,
             )
         except Unavailable as error:  # the next one tells whether it was forgotten meanwhile
             self.outage.away(self._clock(), error)
-            return
+            return False
         self.outage.back(self._clock())
         if drain and not self.draining:
             self.draining = True
             self._on_drain()
+        return True
 
 
 def _log_bug(work: asyncio.Future[None]) -> None:

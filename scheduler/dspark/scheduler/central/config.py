@@ -15,8 +15,8 @@ class SchedulerConfig:
     """Seconds unless said otherwise.
 
     heartbeat_s, ttl_s: between two signs of life, and without one until a replica counts as dead;
-    three may be lost. lease_ttl_s: of a lease whose owner says nothing; its heartbeats renew it.
-    plan_interval_s: between two plans, and between two reports of a verifier; a step takes about as
+    two in a row may go unanswered. lease_ttl_s: of a lease whose owner says nothing; its heartbeats
+    renew it. plan_interval_s: between two plans, and between two reports of a verifier; a step takes about as
     long. plan_ttl_s: a plan that is not replaced holds for so long. report_ttl_s: of reports.
     lead_ttl_s: without a word from the planning replica until another plans. look_s: between two
     looks at members and claims for routing. calibration_s: between two refits.
@@ -50,9 +50,12 @@ class SchedulerConfig:
         for tenant, share in self.shares.items():
             if not 0 < share < math.inf:
                 raise ConfigError(f"shares.{tenant}: {share!r} must be above 0")
-        for short, long in (("heartbeat_s", "ttl_s"), ("plan_interval_s", "plan_ttl_s")):
-            if getattr(self, long) < 2 * getattr(self, short):
+        for short, long, times, said in (
+            ("heartbeat_s", "ttl_s", 3, "three times"),
+            ("plan_interval_s", "plan_ttl_s", 2, "twice"),
+        ):
+            if getattr(self, long) < times * getattr(self, short):
                 raise ConfigError(
-                    f"{long}: {getattr(self, long)} must be at least twice {short}, "
+                    f"{long}: {getattr(self, long)} must be at least {said} {short}, "
                     f"{getattr(self, short)}"
                 )
