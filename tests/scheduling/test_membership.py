@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dspark.core.drafts import DrafterCard
-from dspark.core.errors import NotFound, Unavailable
+from dspark.core.errors import Fenced, NotFound, Unavailable
 from dspark.core.leases import LeaseRequest
 from dspark.core.plans import Plan
-from dspark.core.replicas import Member, Pool, Replica
+from dspark.core.replicas import DrafterLoad, Member, Pool, Replica
 from dspark.core.reports import Report
 from dspark.scheduler.central import Registration
 from dspark.scheduler.store import Store
@@ -163,21 +163,73 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
 
 
-async def test_a_bug_in_what_a_member_does_is_told_and_it_stays_a_member(
+async def test_a_bug_in_what_a_member_does_is_told_once_and_it_begins_again(
     memory: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
+    lives: list[int] = []
+
     async def alive(told: Registration) -> None:
-        raise ZeroDivisionError("a bug")
+        lives.append(told.epoch)
+        if len(lives) < 3:
+            raise ZeroDivisionError("a bug")
+        await asyncio.Event().wait()
 
     async with (
         scheduling(memory) as served,
         SchedulingClient([served.address]) as client,
         Membership(client, a_gateway(), alive=alive) as member,
     ):
-        await until(lambda: bool(errors(caplog)))
-        assert member.epoch > 0
+        await until(lambda: len(lives) == 3)
+        assert lives == sorted(set(lives))
+        assert member.epoch == lives[-1]
         assert await has(memory, "g")
-    assert len(errors(caplog)) == 1
+    assert errors(caplog) == ["a life of g has failed"]
+
+
+async def test_what_a_member_does_may_fail_with_any_word(
+    memory: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that is stopped, or somebody else fenced, says nothing about this membership."""
+    lives: list[int] = []
+    fenced: list[bool] = []
+
+    async def alive(told: Registration) -> None:
+        lives.append(told.epoch)
+        if len(lives) == 1:
+            raise Fenced("somebody else")
+        await asyncio.Event().wait()
+
+    async with (
+        scheduling(memory) as served,
+        SchedulingClient([served.address]) as client,
+        Membership(client, a_gateway(), alive=alive, on_fenced=lambda: fenced.append(True)),
+    ):
+        await until(lambda: len(lives) == 2)
+    assert not fenced
+    assert errors(caplog) == ["a life of g has failed"]
+
+
+async def test_a_load_that_cannot_be_told_once_ends_no_membership(
+    memory: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+
+    def load() -> DrafterLoad:
+        asked.append(True)
+        if len(asked) == 1:
+            raise ZeroDivisionError("a bug")
+        return DrafterLoad(sessions=len(asked))
+
+    member = Member(Pool.DRAFTER, Replica("d1", "h:1"), DrafterCard("d", "dspark", 7))
+    async with (
+        scheduling(memory) as served,
+        SchedulingClient([served.address]) as client,
+        Membership(client, member, load=load),
+    ):
+        await until(lambda: len(asked) > 2)
+        assert await has(memory, "d1")
+        assert (await memory.usage()).loads["d1"].sessions > 1
+    assert errors(caplog) == ["a life of d1 has failed"]
 
 
 # --- a verifier's stream --------------------------------------------------------------------------

@@ -31,6 +31,10 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 TRIES = 3
 
 
+class _Failed(Exception):
+    """What a member does while it lives has failed; the cause says how."""
+
+
 async def _nothing(_: Registration) -> None:
     return
 
@@ -39,10 +43,10 @@ class Membership:
     """`async with Membership(scheduler, member): ...`
 
     member: its epoch is not read. step_cost: a verifier's profile. alive: runs for as long as one
-    life lasts, and is cancelled with it. leases: a gateway's. load: a drafter's. on_drain: called
-    once when an operator wants this replica to drain. on_fenced: called when a newer life of this
-    replica has registered; then this one is over. epoch: of this life, 0 before the first.
-    refusal: why it is not let in, "" if nobody says so.
+    life lasts, and is cancelled with it; if it fails, another life begins. leases: a gateway's.
+    load: a drafter's. on_drain: called once when an operator wants this replica to drain.
+    on_fenced: called when a newer life of this replica has registered; then this one is over.
+    epoch: of this life, 0 before the first. refusal: why it is not let in, "" if nobody says so.
     """
 
     def __init__(
@@ -107,14 +111,15 @@ class Membership:
 
     async def _live(self) -> None:
         """One life after another, until one is fenced."""
-        wait_s = FIRST_RETRY_S
+        wait_s, failed, now = FIRST_RETRY_S, "", asyncio.get_running_loop().time
         while True:
+            begin = now()
             try:
                 told = await self._scheduler.register(self._member, self._step_cost)
                 self.epoch = told.epoch
                 self.outage.back(self._clock())
                 log.info("%s is registered, epoch %d", self.replica_id, told.epoch)
-                wait_s, self.refusal = FIRST_RETRY_S, ""
+                self.refusal = ""
                 await self._one_life(told)
             except Fenced as error:
                 log.error("%s: %s", self.replica_id, error)
@@ -128,18 +133,29 @@ class Membership:
                 if str(error) != self.refusal:
                     log.error("%s is not let in: %s", self.replica_id, error)
                 self.refusal = str(error)
+            except Exception as error:  # a bug, told once; another life starts afresh
+                why = error.__cause__ or error
+                if repr(why) != failed:
+                    log.error("a life of %s has failed", self.replica_id, exc_info=why)
+                failed = repr(why)
+            if now() - begin > LAST_RETRY_S:  # it did last
+                wait_s, failed = FIRST_RETRY_S, ""
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, LAST_RETRY_S)
 
     async def _one_life(self, told: Registration) -> None:
-        """Until the scheduler does not know this life any more."""
+        """Until the scheduler does not know this life any more, or what is done in it fails."""
         work = asyncio.ensure_future(self._alive(told))
-        work.add_done_callback(_log_bug)
+        beats = asyncio.create_task(self._beats(told))
         try:
-            await self._beats(told)
+            await asyncio.wait((work, beats), return_when=asyncio.FIRST_COMPLETED)
+            if not (beats.done() or work.cancelled()) and (error := work.exception()) is not None:
+                raise _Failed from error
+            await beats
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            for task in (work, beats):
+                task.cancel()
+            await asyncio.gather(work, beats, return_exceptions=True)
 
     async def _beats(self, told: Registration) -> None:
         """One each heartbeat_s, whatever its answer takes; after one that failed the next comes
@@ -173,8 +189,3 @@ class Membership:
             self.draining = True
             self._on_drain()
         return True
-
-
-def _log_bug(work: asyncio.Future[None]) -> None:
-    if not work.cancelled() and (error := work.exception()) is not None:
-        log.error("what a member does while it lives has failed", exc_info=error)

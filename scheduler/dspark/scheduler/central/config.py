@@ -16,8 +16,9 @@ class SchedulerConfig:
 
     heartbeat_s, ttl_s: between two signs of life, and without one until a replica counts as dead;
     two in a row may go unanswered. lease_ttl_s: of a lease whose owner says nothing; its heartbeats
-    renew it. plan_interval_s: between two plans, and between two reports of a verifier; a step takes about as
-    long. plan_ttl_s: a plan that is not replaced holds for so long. report_ttl_s: of reports.
+    renew it. plan_interval_s: between two plans, and between two reports of a verifier; a step
+    takes about as long. plan_ttl_s: a plan that is not replaced holds for so long. report_ttl_s: of
+    reports.
     lead_ttl_s: without a word from the planning replica until another plans. look_s: between two
     looks at members and claims for routing. calibration_s: between two refits.
     prefill_chunk: prompt tokens of a verifier's step, for estimates. tenant_tokens: KV tokens that
