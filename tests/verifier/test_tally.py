@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dspark.core.reports import SURVIVAL_BINS, Report
 from dspark.core.sampling import SamplingMode
+from dspark.scheduler.intake import MAX_TENANTS, check_report
 from dspark.verifier.tally import (
     IDLE_INTERVALS,
     MAX_DRAFTS,
@@ -238,6 +240,22 @@ def test_reports_with_verdicts_differ_in_what_they_have_seen() -> None:
     reporter.heard(7)
     assert verdicts_in(reporter.report(*seen(3.0, 7, finished(6)))) == 0
     assert verdicts_in(reporter.report(*seen(3.1, 8, finished(8)))) == 4
+
+
+def test_of_more_tenants_than_a_report_may_name_the_busiest_are_named() -> None:
+    """300 of them: some run, some wait, some have just ended."""
+    names = [f"t{i:03}" for i in range(300)]
+    tally = Tally(0.0, steps=2, requests=200, context=5000, tokens=dict.fromkeys(names, 3))
+    tally.drafts.extend(replace(finished(i), tenant=name) for i, name in enumerate(names))
+    active = Counter(dict.fromkeys(names[200:], 1))
+    queued = Counter(dict.fromkeys(names[:150], 1) | {names[10]: 9})
+    crowd = Crowd(1.0, 299, 10, active, queued)
+    told = check_report(report_of(tally, crowd, "v1", 3, verdicts_of(tally.drafts)))
+    named = {tenant.tenant for tenant in told.tenants}
+    assert len(named) == MAX_TENANTS
+    assert named >= {*names[200:], *names[:150]}
+    assert (told.requests, told.context, told.queue) == (100.0, 2500.0, 158)
+    assert sum(use.drafted for use in told.drafters) == 600
 
 
 def test_an_idle_verifier_says_now_and_then_that_it_is_there() -> None:

@@ -25,6 +25,7 @@ from dspark.core.reports import (
 from dspark.core.requests import Request
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler import sts
+from dspark.scheduler.intake import MAX_TENANTS
 
 Table = tuple[Counts, ...]
 Verdicts = tuple[VerdictCounts, ...]
@@ -175,10 +176,17 @@ def report_of(
     told: Mapping[str, Verdicts] = MappingProxyType({}),
     told_through: int = 0,
 ) -> Report:
-    """One report. told: by tenant, the verdicts in it; told_through: Report.verdicts_through."""
+    """One report. told: by tenant, the verdicts in it; told_through: Report.verdicts_through.
+
+    Of more tenants than a report may name, those with most in steps are named, then those with most
+    waiting: what is summed over all (means, queue, drafters) is whole.
+    """
     steps = max(tally.steps, 1)
     drafts = _by_tenant(tally.drafts)
     names = sorted({*crowd.active, *crowd.queued, *tally.tokens, *drafts, *told})
+    if len(names) > MAX_TENANTS:
+        names.sort(key=lambda name: (-crowd.active[name], -crowd.queued[name]))
+        names = sorted(names[:MAX_TENANTS])
     return Report(
         verifier=verifier,
         epoch=epoch,
