@@ -505,6 +505,31 @@ async def test_its_word_on_a_request_is_told_as_it_is(error: DsparkError) -> Non
         assert not of.runs
 
 
+@pytest.mark.parametrize("left_s", [1000.0, -1000.0])
+@pytest.mark.parametrize("error", [Overloaded("full", 2.0), DeadlineExceeded("too late")])
+async def test_a_stream_that_was_accepted_goes_on_while_time_is_left(
+    error: DsparkError, left_s: float
+) -> None:
+    """Its verifier is lost, and the scheduler would not take it as a new request."""
+    late = isinstance(error, DeadlineExceeded) and left_s < 0
+    async with AsyncExitStack() as stack:
+        of, target = await scripted(stack, "v1", "v2")
+
+        def script(name: str, asked: Request) -> list[Event]:
+            of.says = refusing(error)
+            lost = None if asked.committed_ids else Unavailable("lost")
+            return [commit(len(asked.committed_ids), 5, 6), finished(asked, lost)]
+
+        of.script = script
+        asked = request("a", PROMPT, greedy(9), deadline=time.monotonic() + left_s)
+        if late:
+            with pytest.raises(DeadlineExceeded):
+                await ids_of(target, asked)
+        else:
+            assert await ids_of(target, asked) == [5, 6, 5, 6]
+        assert target.local == (0 if late else 1)
+
+
 @pytest.mark.parametrize(
     "error",
     [

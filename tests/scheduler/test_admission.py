@@ -54,6 +54,17 @@ def test_an_idle_verifier_prefills_and_decodes_at_once() -> None:
     assert found.total_s == found.prefill_s + found.decode_s
 
 
+def test_a_prompt_that_may_be_cached_is_taken_for_one_chunk() -> None:
+    """It is known for late only if it is late with all of it cached."""
+    long, named = asking(8000, 1, 1.0), (b"block",)
+    with pytest.raises(DeadlineExceeded):
+        check_deadline(VERIFIER, long, CHUNK)
+    check_deadline(VERIFIER, replace(long, prefix_hashes=named), CHUNK)
+    found = estimate(VERIFIER, replace(long, prefix_hashes=named), CHUNK)
+    assert found is not None
+    assert found.prefill_s == pytest.approx(COST.seconds(256, 0, 256, 0))
+
+
 def test_drafts_that_stand_make_it_faster_and_company_slower() -> None:
     seconds = [
         estimate(replace(VERIFIER, claimed_runs=R, report=report), asking(), CHUNK)

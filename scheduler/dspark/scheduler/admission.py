@@ -47,8 +47,9 @@ def estimate(
     """When a request would finish; None if nothing is known of the verifier's steps.
 
     Waiting: the tokens ahead of it at the speed of a full verifier, R τ / T(R). Prefill: chunks of
-    prefill_chunk tokens, each in a step beside those that decode. Decoding: max_tokens at τ a step;
-    a bound that is not told counts as 1 token, as nothing more is certain.
+    prefill_chunk tokens, each in a step beside those that decode; one where the prompt's blocks are
+    named, as nobody here knows which of them a verifier has already. Decoding: max_tokens at τ a
+    step; a bound that is not told counts as 1 token, as nothing more is certain.
 
     tokens_ahead: that are served before it, if the caller knows (`FairQueue.tokens_ahead`); None:
     what the runs beyond max_sequences claim.
@@ -64,9 +65,12 @@ def estimate(
         tokens_ahead = waiting * each
     beside = Pace(pace.tau, pace.drafts, pace.context, min(request.prompt_tokens, prefill_chunk))
     chunk_s = verifier.step_seconds(R - 1, beside) or 0.0
+    chunks = math.ceil(request.prompt_tokens / prefill_chunk)
+    if request.prefix_hashes:
+        chunks = min(chunks, 1)
     return Estimate(
         wait_s=tokens_ahead * full_s / (most * pace.tau),
-        prefill_s=math.ceil(request.prompt_tokens / prefill_chunk) * chunk_s,
+        prefill_s=chunks * chunk_s,
         decode_s=(request.max_tokens or 1) * step_s / pace.tau,
     )
 

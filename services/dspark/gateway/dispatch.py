@@ -219,8 +219,7 @@ class Dispatch:
                 self.leased += 1
                 return lease
             except DsparkError as error:
-                full = isinstance(error, Overloaded) and not first  # it may wait where it goes on
-                if isinstance(error, REFUSALS) and not full:
+                if isinstance(error, REFUSALS) and (first or not self._goes_on(request, error)):
                     raise
                 why = error
             chosen = self._choose(failed)
@@ -233,6 +232,13 @@ class Dispatch:
                 raise DeadlineExceeded("the deadline passed before a verifier was there")
             failed.clear()  # one that failed may be back
             await asyncio.sleep(SEARCH_EVERY_S)
+
+    def _goes_on(self, request: Request, error: DsparkError) -> bool:
+        """Whether a request that was accepted already is served for all that the scheduler says: it
+        may wait where it goes on, and be quicker than is expected of it while time is left."""
+        if isinstance(error, DeadlineExceeded):
+            return request.deadline is not None and self._clock() < request.deadline
+        return isinstance(error, Overloaded)
 
     async def _acquire(self, request: Request, failed: Collection[str], traceparent: str) -> Lease:
         asked = self._asked(request, failed)
