@@ -15,7 +15,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, combinations
 from pathlib import Path
@@ -152,13 +152,18 @@ class StepCost:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> StepCost:
-        """Strict: a missing, unknown or impossible field raises `ConfigError` naming it."""
+    def from_json(cls, text: str, *, strict: bool = True) -> StepCost:
+        """A missing, unknown or impossible field raises `ConfigError` naming it. strict: False for
+        what another version may have written: unknown fields are left out, and those that have a
+        usual value may be missing."""
         try:
             data = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"step cost: not JSON: {error}") from None
         names = [field.name for field in fields(cls)]
+        if isinstance(data, dict) and not strict:
+            usual = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+            data = usual | {name: data[name] for name in names if name in data}
         if not isinstance(data, dict) or set(data) != set(names):
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise ConfigError(f"step cost: must be an object with the fields {names}, not {got}")

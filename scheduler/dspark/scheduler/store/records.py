@@ -1,11 +1,15 @@
 """What goes into the store and comes out, and how it is written down: JSON where a script or a
-later version must read it, bytes where only its sender and receiver do."""
+later version must read it, bytes where only its sender and receiver do.
+
+Replicas of two versions share a store during an upgrade: fields are only added, and those of a
+later version are not read.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -153,8 +157,14 @@ def _card(pool: Pool, data: dict[str, Any] | None) -> Card | None:
     if data is None:
         return None
     if pool is Pool.VERIFIER:
-        return VerifierCard(**{**data, "limits": Limits(**data["limits"])})
-    return DrafterCard(**{**data, "layer_ids": tuple(data["layer_ids"])})
+        limits = Limits(**_known(Limits, data["limits"]))
+        return VerifierCard(**{**_known(VerifierCard, data), "limits": limits})
+    return DrafterCard(**{**_known(DrafterCard, data), "layer_ids": tuple(data["layer_ids"])})
+
+
+def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """What this version has a field for."""
+    return {field.name: data[field.name] for field in fields(cls) if field.name in data}
 
 
 def _table(data: dict[str, Any]) -> CalibrationTable:
@@ -173,7 +183,7 @@ def load_json(load: DrafterLoad) -> str:
 
 
 def load_from(text: str | bytes) -> DrafterLoad:
-    return DrafterLoad(**json.loads(text))
+    return DrafterLoad(**_known(DrafterLoad, json.loads(text)))
 
 
 def lease(request: LeaseRequest, tokens: int, candidate: Candidate, ttl_ms: int) -> Lease:

@@ -124,7 +124,7 @@ class RedisStore:
     async def step_costs(self, verifiers: Collection[str]) -> dict[str, tuple[int, StepCost]]:
         result = await self._link.run("step_costs", *checks.texts("verifier", verifiers))
         return {
-            verifier.decode(): (int(epoch), StepCost.from_json(text.decode()))
+            verifier.decode(): (int(epoch), StepCost.from_json(text.decode(), strict=False))
             for verifier, epoch, text in _groups(result, 3)
         }
 
