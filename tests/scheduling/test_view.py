@@ -19,6 +19,8 @@ from dspark.scheduler.central.view import View
 from dspark.scheduler.store import Store, StoredReport
 from dspark.scheduling.servicer import WireCodec
 
+from .cluster import until
+
 TTL_S = 60.0
 CARD = VerifierCard("m", "m", "t", "toy", Limits(100, 1000, 10_000), 16, 1, 1)
 
@@ -89,10 +91,10 @@ async def test_what_this_replica_has_checked_is_not_read_again(memory: Store) ->
 
 
 class Counted:
-    """A store that counts looks at it."""
+    """A store that counts looks at it, and questions for its members."""
 
     def __init__(self, store: Store) -> None:
-        self.looks = 0
+        self.looks = self.lists = 0
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
@@ -101,6 +103,37 @@ class Counted:
     async def usage(self) -> Any:
         self.looks += 1
         return await self._store.usage()
+
+    async def members(self, *args: Any, **rest: Any) -> Any:
+        self.lists += 1
+        return await self._store.members(*args, **rest)
+
+
+async def test_many_that_watch_ask_the_store_no_more_than_one(memory: Store) -> None:
+    counted: Any = Counted(memory)
+    heard: Counter[tuple[str, ...]] = Counter()
+
+    async def watch(of: Scheduler, pool: Pool) -> None:
+        async for members in of.watch((pool,)):
+            heard[pool, *(m.replica.replica_id for m in members)] += 1
+
+    config = SchedulerConfig(plan_interval_s=0.01, plan_ttl_s=1.0, look_s=0.01)
+    async with Scheduler(counted, WireCodec(), config, "s1") as scheduler:
+        tasks = [
+            asyncio.create_task(watch(scheduler, pool))
+            for pool in (Pool.VERIFIER, Pool.GATEWAY)
+            for _ in range(25)
+        ]
+        await until(lambda: heard.total() == 50)  # now: nobody
+        await joined(memory, "v1")
+        await until(lambda: heard[Pool.VERIFIER, "v1"] == 25)
+        seen = counted.looks
+        await until(lambda: counted.looks > seen + 20)
+        assert counted.lists <= counted.looks + 1  # a look begins with the list
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert heard.total() == 75  # the gateways' have not changed
 
 
 async def test_requests_that_find_all_full_share_a_look(memory: Store) -> None:

@@ -95,6 +95,7 @@ class Scheduler:
         self._looked_at = -1e9
         self._looks = 0  # that have begun
         self._looking = asyncio.Lock()
+        self._changed = asyncio.Condition()  # the list of members in view
         self._failed = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -173,19 +174,19 @@ class Scheduler:
         await self._store.want_drain(replica_id, True)
 
     async def watch(self, pools: Collection[Pool]) -> AsyncGenerator[tuple[Member, ...], None]:
-        """The members of pools (none named: all) now, and again after each change."""
+        """The members of pools (none named: all) now, and again after each change, as this replica
+        sees them: however many watch, the store is asked once a look."""
         known, last = -1, None
         while True:
-            try:
-                found = await self._store.members(pools, known)
-            except Unavailable:
-                found = None  # what its reader has is the best there is
-            if found is not None:
-                known = found.version
-                if found.members != last:
-                    last = found.members
-                    yield found.members
-            await asyncio.sleep(self.config.look_s)
+            async with self._changed:
+                while self.view.members.version == known:
+                    await self._changed.wait()
+            seen = self.view.members
+            known = seen.version
+            found = tuple(m for m in seen.members if not pools or m.pool in pools)
+            if found != last:
+                last = found
+                yield found
 
     # --- leases -----------------------------------------------------------------------------------
 
@@ -341,7 +342,11 @@ class Scheduler:
             if self._looks == begun:
                 self._looks += 1
                 self._looked_at = self._clock()
+                known = self.view.members
                 await self.view.look(self._store, self._codec)
+                if self.view.members is not known:
+                    async with self._changed:
+                        self._changed.notify_all()
 
     async def _flush_reports(self) -> None:
         reports, self._reports = self._reports, {}
