@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dspark.core.errors import ConfigError, InvalidRequest
 from dspark.core.plans import Calibration, CalibrationTable
 from dspark.core.reports import CONFIDENCE_BINS, VerdictCounts
 from dspark.core.sampling import SamplingMode
@@ -27,7 +25,6 @@ from dspark.scheduler.calibration import (
     WINDOW,
     CalibrationState,
     absorb,
-    check_calibration,
     drift,
     half_of,
     refit,
@@ -488,59 +485,3 @@ def test_temperatures_for_a_block() -> None:
     assert temperatures_for(calibration, "d", REJECTION, 2).tolist() == [1.0, 1.0]
     assert temperatures_for(calibration, "other", GREEDY, 2).tolist() == [1.0, 1.0]
     assert temperatures_for(Calibration(0), "d", GREEDY, 2).dtype == np.float64
-
-
-@pytest.mark.parametrize("t", [0.0, -1.0, math.nan, math.inf])
-def test_a_table_that_nothing_can_be_divided_by_is_refused(t: float) -> None:
-    with pytest.raises(InvalidRequest, match="above 0"):
-        check_calibration(Calibration(1, (CalibrationTable("d", GREEDY, (1.0, t)),)))
-
-
-@pytest.mark.parametrize("t", [(), (1.0,) * 65])
-def test_a_table_of_no_length_is_refused(t: tuple[float, ...]) -> None:
-    with pytest.raises(InvalidRequest, match="1 to 64"):
-        check_calibration(Calibration(1, (CalibrationTable("d", GREEDY, t),)))
-
-
-def test_it_comes_back_from_the_store_as_it_went() -> None:
-    state = fed(CalibrationState(), verdicts(1, 9000), verdicts(2, 9000), verdicts(3, 10))
-    state = absorb(refit(state), [counts_of(array_of(verdicts(4, 9)), "é", REJECTION)], 7.7)
-    back = CalibrationState.from_json(state.to_json().encode())
-    assert back.calibration == state.calibration
-    assert back.reports == state.reports == 4
-    assert back.streams.keys() == state.streams.keys()
-    assert all((back.streams[key] == state.streams[key]).all() for key in state.streams)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (["version"], -1),
-        (["version"], None),
-        (["reports"], -2),
-        (["tables", 0, "temperatures"], [1.0, 0.0]),
-        (["tables", 0, "mode"], "other"),
-        (["streams", 0, "counts"], [[1.0]]),
-        (["streams", 0, "counts", 0, 1, 0, 0], 1e9),
-        (["streams", 0, "counts", 0, 0, 0, 0], math.nan),
-        (["streams", 0, "counts", 0, 0, 0, 0], -1.0),
-        (["streams", 0], {}),
-        (["streams"], 5),
-    ],
-)
-def test_what_is_no_state_is_refused(path: list[Any], value: object) -> None:
-    data = json.loads(
-        refit(fed(CalibrationState(), verdicts(1, 9000), verdicts(2, 9000))).to_json()
-    )
-    at = data
-    for step in path[:-1]:
-        at = at[step]
-    at[path[-1]] = value
-    with pytest.raises(ConfigError, match="calibration state"):
-        CalibrationState.from_json(json.dumps(data))
-
-
-def test_garbage_is_refused() -> None:
-    for text in ("", "[]", "{", '{"version": 1}', b"\xff\xfe"):
-        with pytest.raises(ConfigError, match="calibration state"):
-            CalibrationState.from_json(text)

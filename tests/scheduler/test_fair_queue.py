@@ -257,23 +257,6 @@ def test_a_removed_item_is_gone_and_not_charged() -> None:
         queue.pop()
 
 
-def test_tokens_ahead_are_served_before_a_new_item() -> None:
-    queue = Queue({"a": 3.0, "b": 1.0})
-    for i in range(100):
-        queue.push("a", 10, ("a", i))
-        queue.push("b", 10, ("b", i))
-    for tenant in ("a", "b", "c"):
-        told = queue.tokens_ahead(tenant)
-        queue.push(tenant, 10, "new")
-        served = [queue.pop() for _ in range(len(queue))]
-        before = sum(w.cost for w in itertools.takewhile(lambda w: w.item != "new", served))
-        assert told == pytest.approx(before, abs=40)
-        queue = Queue({"a": 3.0, "b": 1.0})
-        for i in range(100):
-            queue.push("a", 10, ("a", i))
-            queue.push("b", 10, ("b", i))
-
-
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_bad_numbers_are_refused(bad: float) -> None:
     queue = Queue()

@@ -1,4 +1,4 @@
-"""Whether a request may come in at all: bounded queues, tenants' limits, deadlines. Pure.
+"""Whether a request may come in at all: deadlines, and the last room in the cluster. Pure.
 
 What is refused is refused at once, with the reason and the time to come again. Each check raises
 and returns nothing, so callers line them up.
@@ -42,34 +42,28 @@ def estimate(
     verifier: VerifierState,
     request: LeaseRequest,
     prefill_chunk: int,
-    tokens_ahead: float | None = None,
 ) -> Estimate | None:
     """When a request would finish; None if nothing is known of the verifier's steps.
 
-    Waiting: the tokens ahead of it at the speed of a full verifier, R τ / T(R). Prefill: chunks of
-    prefill_chunk tokens, each in a step beside those that decode; one where the prompt's blocks are
-    named, as nobody here knows which of them a verifier has already. Decoding: max_tokens at τ a
-    step; a bound that is not told counts as 1 token, as nothing more is certain.
-
-    tokens_ahead: that are served before it, if the caller knows (`FairQueue.tokens_ahead`); None:
-    what the runs beyond max_sequences claim.
+    Waiting: what runs beyond max_sequences claim, at the speed of a full verifier, R τ / T(R).
+    Prefill: chunks of prefill_chunk tokens, each in a step beside those that decode; one where the
+    prompt's blocks are named, as nobody here knows which of them a verifier has already. Decoding:
+    max_tokens at τ a step; a bound that is not told counts as 1 token, as nothing more is certain.
     """
     pace, most = Pace.of(verifier.report), verifier.card.max_sequences
     R = min(verifier.runs + request.choices, most)
     step_s, full_s = verifier.step_seconds(R, pace), verifier.step_seconds(most, pace)
     if step_s is None or full_s is None:
         return None
-    if tokens_ahead is None:
-        waiting = max(verifier.runs + request.choices - most, 0)
-        each = verifier.claimed_tokens / verifier.claimed_runs if verifier.claimed_runs else 0.0
-        tokens_ahead = waiting * each
+    waiting = max(verifier.runs + request.choices - most, 0)
+    each = verifier.claimed_tokens / verifier.claimed_runs if verifier.claimed_runs else 0.0
     beside = Pace(pace.tau, pace.drafts, pace.context, min(request.prompt_tokens, prefill_chunk))
     chunk_s = verifier.step_seconds(R - 1, beside) or 0.0
     chunks = math.ceil(request.prompt_tokens / prefill_chunk)
     if request.prefix_hashes:
         chunks = min(chunks, 1)
     return Estimate(
-        wait_s=tokens_ahead * full_s / (most * pace.tau),
+        wait_s=waiting * each * full_s / (most * pace.tau),
         prefill_s=chunks * chunk_s,
         decode_s=(request.max_tokens or 1) * step_s / pace.tau,
     )
@@ -79,7 +73,6 @@ def check_deadline(
     verifier: VerifierState,
     request: LeaseRequest,
     prefill_chunk: int,
-    tokens_ahead: float | None = None,
 ) -> None:
     """Arguments of `estimate`. Raises `DeadlineExceeded` for a request that would be late on an
     idle verifier too, `Overloaded` for one that is late because of others."""
@@ -87,11 +80,11 @@ def check_deadline(
         return
     if not request.deadline_s > 0:
         raise DeadlineExceeded("the deadline has passed")
-    expected = estimate(verifier, request, prefill_chunk, tokens_ahead)
+    expected = estimate(verifier, request, prefill_chunk)
     if expected is None or OPTIMISM * expected.total_s <= request.deadline_s:
         return
     idle = VerifierState(verifier.replica, verifier.card, step_cost=verifier.step_cost)
-    alone = estimate(idle, request, prefill_chunk, 0.0)
+    alone = estimate(idle, request, prefill_chunk)
     told = f"{request.prompt_tokens} prompt tokens and {request.max_tokens or 1} to answer"
     if alone is not None and OPTIMISM * alone.total_s > request.deadline_s:
         raise DeadlineExceeded(
@@ -103,25 +96,6 @@ def check_deadline(
         f"queue), the deadline is in {request.deadline_s:.1f} s",
         max(OPTIMISM * expected.total_s - request.deadline_s, RETRY_S),
     )
-
-
-def check_queue(waiting: int, coming: int, max_waiting: int, retry_after_s: float) -> None:
-    """Raises `Overloaded` if `coming` more runs do not fit into a queue."""
-    if waiting + coming > max_waiting:
-        raise Overloaded(
-            f"{waiting} runs wait and {coming} more would come, the limit is {max_waiting}",
-            retry_after_s,
-        )
-
-
-def check_tenant(tenant: str, held: int, tokens: int, limit: int | None) -> None:
-    """Raises `Overloaded` if a tenant's leases would hold more tokens than its limit; None: it has
-    none."""
-    if limit is not None and held + tokens > limit:
-        raise Overloaded(
-            f"tenant {tenant} holds {held} tokens and asks for {tokens} more, the limit is {limit}",
-            RETRY_S,
-        )
 
 
 def check_room(

@@ -9,8 +9,6 @@ halves go by the golden ratio, not by parity: no rhythm of reports puts one veri
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,8 +18,6 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark.core.drafts import MAX_GAMMA
-from dspark.core.errors import ConfigError, InvalidRequest
 from dspark.core.plans import Calibration, CalibrationTable
 from dspark.core.reports import CONFIDENCE_BINS, VerdictCounts
 from dspark.core.sampling import SamplingMode
@@ -67,48 +63,6 @@ class CalibrationState:
         """What verifiers divide by: its own tables first."""
         return replace(self.calibration, tables=(*self.calibration.tables, *self.shipped))
 
-    def to_json(self) -> str:
-        tables = [
-            {"drafter_id": t.drafter_id, "mode": t.mode.value, "temperatures": t.temperatures}
-            for t in self.calibration.tables
-        ]
-        streams = [
-            {"drafter_id": drafter_id, "mode": mode.value, "counts": counts.tolist()}
-            for (drafter_id, mode), counts in self.streams.items()
-        ]
-        return json.dumps(
-            {
-                "version": self.calibration.version,
-                "tables": tables,
-                "reports": self.reports,
-                "streams": streams,
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> CalibrationState:
-        """Strict: anything but what `to_json` writes raises `ConfigError`."""
-        try:
-            data = json.loads(text)
-            tables = tuple(
-                CalibrationTable(
-                    t["drafter_id"], SamplingMode(t["mode"]), tuple(map(float, t["temperatures"]))
-                )
-                for t in data["tables"]
-            )
-            calibration = Calibration(int(data["version"]), tables)
-            streams = {
-                (str(s["drafter_id"]), SamplingMode(s["mode"])): _sound(s["counts"])
-                for s in data["streams"]
-            }
-            check_calibration(calibration)
-            reports = int(data["reports"])
-            if reports < 0:
-                raise ValueError(f"reports: {reports} is below 0")
-        except (ValueError, TypeError, LookupError, OverflowError, InvalidRequest) as error:
-            raise ConfigError(f"calibration state: {error!r}"[:300]) from None
-        return cls(calibration, reports, MappingProxyType(streams))
-
 
 @dataclass(frozen=True, slots=True)
 class Drift:
@@ -136,21 +90,6 @@ def temperatures_for(
             known = np.array(table.temperatures[:gamma], np.float64)
             return np.pad(known, (0, gamma - len(known)), mode="edge") if len(known) else known
     return np.ones(gamma)
-
-
-def check_calibration(calibration: Calibration) -> None:
-    """Raise `InvalidRequest` naming what no confidence can be divided by."""
-    if calibration.version < 0:
-        raise InvalidRequest("calibration.version", calibration.version, "must be at least 0")
-    for table in calibration.tables:
-        name = f"calibration.tables[{table.drafter_id!r:.40}, {table.mode.value}].temperatures"
-        if not 1 <= len(table.temperatures) <= MAX_GAMMA:
-            raise InvalidRequest(
-                name, f"{len(table.temperatures)} entries", f"must have 1 to {MAX_GAMMA}"
-            )
-        for t in table.temperatures:
-            if not (math.isfinite(t) and t > 0):
-                raise InvalidRequest(name, t, "must be a number above 0")
 
 
 def absorb(
@@ -282,16 +221,3 @@ def _sum(a: FloatArray, b: FloatArray) -> FloatArray:
     total = long.copy()
     total[..., : short.shape[-2], :] += short
     return total
-
-
-def _sound(counts: object) -> FloatArray:
-    """Stored counts as they were, or ValueError."""
-    array = np.array(counts, np.float64)
-    if array.ndim != 4 or array.shape[:2] != (3, 2) or array.shape[3] != CONFIDENCE_BINS:
-        raise ValueError(f"counts: shape {array.shape}")
-    if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise ValueError("counts: not all are numbers of at least 0")
-    if not 1 <= array.shape[2] <= MAX_GAMMA or (array[:, 1] > array[:, 0]).any():
-        raise ValueError("counts: more accepted than reached, or no positions")
-    array.flags.writeable = False
-    return array

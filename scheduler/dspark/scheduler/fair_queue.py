@@ -165,14 +165,6 @@ class FairQueue(Generic[Item]):
         """Cost of what waits for a tenant."""
         return self._tenants[tenant].tokens if tenant in self._tenants else 0.0
 
-    def tokens_ahead(self, tenant: str) -> float:
-        """Tokens that will be served before an item that a tenant pushes now: its own waiting ones,
-        and of each other tenant as many as its share gets meanwhile. O(tenants)."""
-        own = self.tokens(tenant)
-        share = self._shares.get(tenant, DEFAULT_SHARE)
-        others = (state for name, state in self._tenants.items() if name != tenant and state.live)
-        return own + sum(min(state.tokens, own * state.share / share) for state in others)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, lines and the order of tenants agree."""
         assert self._ticket_of == {w.item: ticket for ticket, w in self._waiting.items()}

@@ -36,7 +36,7 @@ class Lengths:
 class Arrivals:
     """closed: `users`, each with one request at a time and think_s between two. poisson: `rate`
     requests a second. bursts: `rate` for on_s seconds, then quiet_rate for off_s, both times drawn
-    from exponential distributions. retries: whether a user who was refused comes again."""
+    from exponential distributions."""
 
     kind: str = choice("closed", "poisson", "bursts")
     users: int = number(16, 1, 1_000_000)

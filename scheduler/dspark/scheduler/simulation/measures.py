@@ -23,7 +23,6 @@ class Counts:
     rounds: int = 0
     verified: int = 0
     accepted: int = 0
-    drafting_rounds: int = 0
     busy_s: float = 0.0
     tokens: FloatArray = field(default_factory=lambda: np.zeros(0))
     drafted: int = 0
