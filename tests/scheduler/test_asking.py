@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.scheduler import DraftCost, askers, probe_rounds
+from dspark.scheduler import DraftCost, afforded, askers, probe_rounds
 from dspark.scheduler.asking import PROBE_SHARE, WARM
 
 UNKNOWN = math.nan
@@ -308,3 +308,18 @@ def test_the_deviation_is_of_the_replies() -> None:
         cost.observe(8, 0.02 + float(rng.uniform(-0.004, 0.004)))
     assert cost.deviation == pytest.approx(0.002, rel=0.5)
     assert cost.seconds(8) == pytest.approx(0.02, rel=0.1)
+
+
+# --- a budget that is short ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen"),
+    [(0, []), (6, []), (7, [2]), (13, [2]), (14, [1, 2]), (15, [1, 2]), (16, [0, 1, 2])],
+)
+def test_a_budget_goes_to_those_that_save_most_and_is_saved_for_them(
+    tokens: int, chosen: list[int]
+) -> None:
+    """The last one's block is short, and waits for its turn all the same."""
+    asked = afforded([2, 7, 7, 1], [0.1, 0.2, UNKNOWN, 0.0], tokens)
+    assert asked.tolist() == chosen

@@ -239,14 +239,50 @@ def test_a_draft_budget_is_spent_and_fills_again() -> None:
     clock = HandClock()
     guidance = guided(clock)
     guidance.take(replace(plan_of(), ttl_s=1e9, draft_budgets={"d": 10.0}))
-    assert guidance.affordable("d", 7) == 7
-    assert guidance.affordable("d", 7) == 3
-    assert guidance.affordable("d", 7) == 0
+    assert guidance.affordable("d", 99, 7) == 10
+    assert guidance.affordable("d", 99, 7) == 10, "to look costs nothing"
+    guidance.spend("d", 7)
+    assert guidance.affordable("d", 7, 7) == 3
+    guidance.spend("d", 3)
+    assert guidance.affordable("d", 7, 7) == 0
     clock.now += 0.5
-    assert guidance.affordable("d", 7) == 5
+    assert guidance.affordable("d", 7, 7) == 5
     clock.now += 100.0
-    assert guidance.affordable("d", 99) == 10
-    assert guidance.affordable("another", 99) == 99
+    assert guidance.affordable("d", 99, 7) == 10
+    assert guidance.affordable("another", 99, 7) == 99
+    guidance.spend("another", 99)
+    assert guidance.affordable("another", 99, 7) == 99
+
+
+def test_a_budget_below_a_block_a_second_still_pays_for_one_in_time() -> None:
+    clock = HandClock()
+    guidance = guided(clock)
+    guidance.take(replace(plan_of(), ttl_s=1e9, draft_budgets={"d": 2.0}))
+    clock.now = 2.0
+    assert guidance.affordable("d", 7, 7) < 7
+    clock.now = 60.0
+    assert guidance.affordable("d", 14, 7) == 7
+
+
+def test_a_budget_that_is_less_than_a_block_a_step_is_used_up_all_the_same() -> None:
+    """500 tokens a second are 5 a step of 10 ms, and a block has 7: what one step is short of is
+    not lost. Who goes without counts as unasked."""
+    clock = HandClock()
+    drafter = ScriptedDrafter(oracle(RULE, wrong_every=1))  # a token a step, whatever is drafted
+    of = Scene(toy_engine(ToyBackend(RULE, 50), drafter, verify="fixed:7", clock=clock))
+    of.engine.guidance.registered(ME, EPOCH)
+    of.engine.guidance.take(replace(plan_of(), ttl_s=1e9, draft_budgets={"scripted": 500.0}))
+    of.submit(*(request(name, [ord(name) % 50], greedy(500)) for name in "abcd"))
+    by_second = []
+    for _ in range(4):
+        before, longest = len(drafter.asked), 0
+        for _ in range(100):
+            of.step()
+            clock.now += 0.01
+            longest = max(longest, *(s.rounds_unasked for s in of.engine.running))
+        assert longest > 0
+        by_second.append(sum(r.gamma for r in drafter.asked[before:]))
+    assert all(490 <= tokens <= 500 + 7 for tokens in by_second[1:]), by_second
 
 
 def test_a_budget_of_nothing_asks_for_nothing() -> None:

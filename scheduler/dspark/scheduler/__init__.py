@@ -1,6 +1,6 @@
 """What the scheduler offers: verify lengths, what a step costs, whether to draft at all."""
 
-from dspark.scheduler.asking import DraftCost, askers, probe_rounds
+from dspark.scheduler.asking import DraftCost, afforded, askers, probe_rounds
 from dspark.scheduler.planner import (
     Policy,
     PolicyKind,
@@ -17,6 +17,7 @@ __all__ = [
     "Policy",
     "PolicyKind",
     "StepCost",
+    "afforded",
     "askers",
     "capacity",
     "cost_key",

@@ -170,6 +170,19 @@ def askers(
     return np.flatnonzero(chosen)
 
 
+def afforded(blocks: ArrayLike, savings: ArrayLike, tokens: int) -> IntArray:
+    """Of R requests that would ask for blocks [R] of draft tokens, those that a drafter's budget of
+    so many tokens is enough for: indices, increasing.
+
+    Those first whose drafts save most (savings [R], seconds), and before them those that nobody
+    knows yet (NaN). Who is short waits for the budget to fill and all behind it with it: short
+    blocks that slip past would keep a long one out for good.
+    """
+    blocks, saving = np.asarray(blocks, np.intp), np.asarray(savings, np.float64)
+    order = np.argsort(-np.where(np.isnan(saving), np.inf, saving), kind="stable")
+    return np.sort(order[np.cumsum(blocks[order]) <= tokens])
+
+
 def probe_rounds(probe_s: float, step_s: float) -> int:
     """Rounds from one probe of probe_s seconds to the next that keep probing within PROBE_SHARE of
     the steps' time. What a probe's tokens cost in the step is the planner's to refuse."""

@@ -68,13 +68,14 @@ class Asking:
             probed = sequence.rounds_unasked > 0 or sequence.saving_s is None
             return probed or planner.taken_at_its_word(sequence)
 
+        asked: set[Sequence] = set()
         for at, name in enumerate(names):
             asking = [
                 s for s, w, by in zip(sequences, wanted, whose, strict=True) if w and by == at
             ]
-            self._desk.ask(self._drafters[name], asking, hopeful)
-        for sequence, asked in zip(sequences, wanted, strict=True):
-            sequence.rounds_unasked = 0 if asked else sequence.rounds_unasked + 1
+            asked.update(self._desk.ask(self._drafters[name], asking, hopeful))
+        for sequence in sequences:  # also those for whom a budget was short are unasked
+            sequence.rounds_unasked = 0 if sequence in asked else sequence.rounds_unasked + 1
 
     def _hidden_s(self, running: Collection[Sequence]) -> float:
         """Seconds of drafting that pass behind the next steps of others."""

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
+
 from dspark.core.drafts import Draft, DraftRequest, DraftSampling, Lost, NeedContext
 from dspark.core.traces import TRACED_ROUNDS
+from dspark.scheduler import afforded
 from dspark.verifier.drafters import Drafters
 from dspark.verifier.drafting import fault_of, survival
 from dspark.verifier.features import FeatureCache
@@ -58,26 +61,26 @@ class DraftDesk:
 
     def ask(
         self, source: Source, wanting: Seq[Sequence], hopeful: Callable[[Sequence], bool]
-    ) -> None:
-        """Ask for all that the scheduler's budget of a drafter allows, where it is short for those
-        whose drafts save most. hopeful: see `Asked`. What a local one says is in hand on return."""
+    ) -> list[Sequence]:
+        """Ask for all that the scheduler's budget of a drafter allows, and say for whom. hopeful:
+        see `Asked`. What a local one says is in hand on return."""
         asking = self._affordable(source, wanting)
         if asking:
             for sequence in asking:
                 self._open(source, sequence)
             self._send(source, [(sequence, 1, hopeful(sequence)) for sequence in asking])
+        return asking
 
     def _affordable(self, source: Source, wanting: Seq[Sequence]) -> list[Sequence]:
-        wanted = sum(_block(sequence, source) for sequence in wanting)
-        left = self._guidance.affordable(source.name, wanted)
-        if left >= wanted:
-            return list(wanting)
-        asking = []
-        for sequence in sorted(wanting, key=_worth, reverse=True):
-            if (block := _block(sequence, source)) <= left:
-                left -= block
-                asking.append(sequence)
-        return asking
+        """Those that the budget is enough for; it is spent on them."""
+        if not wanting:
+            return []
+        blocks = [_block(sequence, source) for sequence in wanting]
+        tokens = self._guidance.affordable(source.name, sum(blocks), max(blocks))
+        savings = [np.nan if s.saving_s is None else s.saving_s for s in wanting]
+        chosen = afforded(blocks, savings, tokens).tolist()
+        self._guidance.spend(source.name, sum(blocks[i] for i in chosen))
+        return [wanting[i] for i in chosen]
 
     def _open(self, source: Source, sequence: Sequence) -> None:
         """Its session is with this source from now on. Elsewhere than in this process it begins
@@ -294,11 +297,6 @@ class DraftDesk:
 def _block(sequence: Sequence, source: Source) -> int:
     """Draft tokens that a sequence asks for."""
     return min(sequence.gamma, source.card.gamma, sequence.state.draft_room)
-
-
-def _worth(sequence: Sequence) -> float:
-    """Seconds that its drafts save a round, those nobody knows yet before all others."""
-    return float("inf") if sequence.saving_s is None else sequence.saving_s
 
 
 def _traceparent(sequence: Sequence) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from dspark.core.plans import Calibration, CalibrationTable, Directions, Plan
 from dspark.core.sampling import SamplingMode
 
 FloatArray = NDArray[np.float64]
+
+# Of a token, lost where seconds are added up; a bucket that is full to this is full.
+ROUNDING = 1e-6
 
 
 class Guidance:
@@ -35,7 +39,7 @@ class Guidance:
         self._temperatures: dict[tuple[str, SamplingMode], FloatArray] = {}
         self._shipped: dict[tuple[str, SamplingMode], FloatArray] = {}
         self._calibration = 0
-        self._spent_at: dict[str, float] = {}
+        self._buckets: dict[str, _Bucket] = {}
 
     def registered(self, replica: str, epoch: int) -> None:
         """This verifier has a new life in the cluster; plans of its older ones are void. What the
@@ -109,19 +113,34 @@ class Guidance:
             return np.ones(gamma)
         return table[np.minimum(np.arange(gamma), len(table) - 1)]
 
-    def affordable(self, drafter: str, wanted: int) -> int:
+    def affordable(self, drafter: str, wanted: int, block: int) -> int:
         """How many draft tokens may be asked of a drafter replica now, of those wanted: its budget
-        as a bucket that a second fills."""
+        as a bucket that a second fills, and that holds the longest block of those who want in any
+        case. Looks only: what is asked for is told with `spend`."""
         plan = self.plan
         rate = None if plan is None else plan.draft_budgets.get(drafter)
         if rate is None:
             return wanted
+        if rate <= 0:
+            return 0
         now = self._clock()
-        saved = min(now - self._spent_at.get(drafter, now - 1.0), 1.0) * rate
-        granted = min(wanted, int(saved))
-        if granted:
-            self._spent_at[drafter] = now - (saved - granted) / rate
-        return granted
+        bucket = self._buckets.setdefault(drafter, _Bucket(rate, now))
+        filled = bucket.tokens + max(now - bucket.at, 0.0) * rate
+        bucket.tokens, bucket.at = min(filled, max(rate, float(block))), now
+        return min(wanted, int(bucket.tokens + ROUNDING))
+
+    def spend(self, drafter: str, tokens: int) -> None:
+        """So many of the tokens that were affordable have been asked for."""
+        if (bucket := self._buckets.get(drafter)) is not None:
+            bucket.tokens = max(bucket.tokens - tokens, 0.0)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Of a drafter's budget. tokens: in it at the moment `at`."""
+
+    tokens: float
+    at: float
 
 
 def _by_drafter(tables: Iterable[CalibrationTable]) -> dict[tuple[str, SamplingMode], FloatArray]:

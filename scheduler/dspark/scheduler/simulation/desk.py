@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dspark.core.sampling import SamplingMode
-from dspark.scheduler.asking import DraftCost
+from dspark.scheduler.asking import DraftCost, afforded
 from dspark.scheduler.simulation.drafters import CHECKPOINT, Ask
 from dspark.scheduler.simulation.measures import Measures
 from dspark.scheduler.simulation.planning import Guide, Step, StepPlanner
@@ -74,6 +74,7 @@ class DraftDesk:
             return [], 0.0
         lengths = np.minimum(self._gamma, rows.left[at] - 1)
         if not self._drafters:
+            rows.unasked[at] = 0
             seconds = self._share * self._cost.seconds(0, 0, int(lengths.sum()), 0)
             self._costs[0].observe(len(at), seconds)
             self._take(group, at, lengths, BESIDE, seconds, now)
@@ -89,6 +90,7 @@ class DraftDesk:
             d = int(drafter[first])
             slots, sizes = self._affordable(d, at[first:end], lengths[first:end])
             if len(slots):
+                rows.unasked[slots] = 0
                 asks.append(Ask(self._verifier, group, self._rounds[group], d, slots, sizes, now))
         if asks:
             self.outstanding[group] = len(asks)
@@ -134,22 +136,13 @@ class DraftDesk:
     def _affordable(
         self, drafter: int, at: IntArray, lengths: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Where the plan's budget is short, those go first whose drafts save most, and those first
-        of all that nobody knows yet."""
+        """Those that the plan's budget is enough for; it is spent on them."""
         if self._guide is None:
             return at, lengths
-        wanted = int(lengths.sum())
-        left = self._guide.affordable(self._drafters[drafter], wanted)
-        if left >= wanted:
-            return at, lengths
-        saving = self._rows.saving[at]
-        order = np.argsort(-np.where(np.isnan(saving), np.inf, saving), kind="stable")
-        chosen = []
-        for i in order.tolist():
-            if lengths[i] <= left:
-                left -= int(lengths[i])
-                chosen.append(i)
-        keep = np.array(sorted(chosen), np.intp)
+        name = self._drafters[drafter]
+        tokens = self._guide.affordable(name, int(lengths.sum()), int(lengths.max()))
+        keep = afforded(lengths, self._rows.saving[at], tokens)
+        self._guide.spend(name, int(lengths[keep].sum()))
         return at[keep], lengths[keep]
 
     def _take(

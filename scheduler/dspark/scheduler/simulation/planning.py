@@ -45,7 +45,9 @@ class Guide(Protocol):
 
     def temperatures(self, drafter_id: str, mode: SamplingMode, gamma: int) -> FloatArray: ...
 
-    def affordable(self, drafter: str, wanted: int) -> int: ...
+    def affordable(self, drafter: str, wanted: int, block: int) -> int: ...
+
+    def spend(self, drafter: str, tokens: int) -> None: ...
 
 
 MakeGuide = Callable[[Callable[[], float]], Guide]
@@ -178,8 +180,8 @@ class StepPlanner:
     def askers(
         self, rows: Rows, at: IntArray, costs: Sequence[DraftCost], hidden_s: float, step: Step
     ) -> IntArray:
-        """Those of slots `at` to draft for. costs: of drafters, by number; hidden_s: seconds that
-        other groups' steps take meanwhile."""
+        """Those of slots `at` to draft for; each counts as unasked until it is asked for. costs: of
+        drafters, by number; hidden_s: seconds that other groups' steps take meanwhile."""
         if not self._joint:
             return at if self._policy.kind is not PolicyKind.NONE else at[:0]
         bypassed = None
@@ -192,5 +194,4 @@ class StepPlanner:
             drafter=rows.drafter[at] if len(costs) > 1 else None,
         )  # fmt: skip
         rows.unasked[at] += 1
-        rows.unasked[at[chosen]] = 0
         return at[chosen]
