@@ -83,7 +83,8 @@ def after(seconds: float, each: float = 0.0) -> Fate:
 
 
 class ScriptedLink:
-    """A `DrafterLink` around a drafter that answers at once, here. asked: how many, by call."""
+    """A `DrafterLink` around a drafter that answers at once, here. asked: how many, by call. lie:
+    what is said instead of what the drafter says."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class ScriptedLink:
         self.draining = False
         self.asked: list[int] = []
         self.closed: list[str] = []
+        self.lie: Callable[[DraftRequest], Answer] | None = None
         self.bell = Bell(world)
         self._world = world
         self._inbox: list[Answer] = []
@@ -115,7 +117,8 @@ class ScriptedLink:
             for request in requests:
                 self.say(Lost(request.session, request.round, "not available"))
             return
-        for request, reply in zip(requests, self.drafter.propose(requests), strict=True):
+        replies = [self.lie(r) for r in requests] if self.lie else self.drafter.propose(requests)
+        for request, reply in zip(requests, replies, strict=True):
             self._open[request.session, request.round] = None
             for seconds in self.fate(request, len(requests)):
                 self._world.after(seconds, self._saying(reply, (request.session, request.round)))

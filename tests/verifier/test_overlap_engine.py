@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark.core.drafts import Draft, Lost, NeedContext
+from dspark.core.drafts import Draft, DraftRequest, Lost, NeedContext
 from dspark.core.errors import Unavailable
 from dspark.core.sampling import SamplingParams
 from dspark.verifier.pacing import work_of
@@ -111,6 +111,38 @@ def test_text_does_not_depend_on_when_answers_come(fate: str, seeded: bool) -> N
         check(of)
     assert not of.engine.desk.faults
     assert (of.engine.figures.speculation.accepted > 0) == (fate != "never")
+
+
+def says_nothing(history: tuple[int, ...], asked: DraftRequest) -> Proposal:
+    return Proposal()
+
+
+@pytest.mark.parametrize("answer", ["empty", "lost", "a lie"])
+def test_a_drafter_that_never_has_a_draft_is_soon_asked_for_probes_only(answer: str) -> None:
+    """Its rounds saved nothing, and how long it takes to say so is known."""
+    of, (link,), _ = linked(after(0.005), verify="early-stop")
+    if answer == "empty":
+        link.drafter = ScriptedDrafter(says_nothing, feature_id=FEATURES)
+    elif answer == "a lie":
+        link.drafter = ScriptedDrafter(lambda h, r: Proposal((V + 7,), (1.0,)), feature_id=FEATURES)
+    else:
+        link.lie = lambda r: Lost(r.session, r.round, "busy")
+    of.submit(request("a", [1, 2, 3], greedy(100)))
+    of.drain()
+    assert 0 < len(link.asked) <= 10
+
+
+def test_a_drafter_that_was_silent_for_a_while_is_asked_again() -> None:
+    """As soon as a probe finds that its drafts save something."""
+    of, (link,), _ = linked(after(0.001), verify="early-stop")
+    talks = link.drafter
+    link.drafter = ScriptedDrafter(says_nothing, feature_id=FEATURES)
+    of.submit(request("a", [1, 2, 3], greedy(300)))
+    of.step(60)
+    link.drafter = talks
+    before = of.engine.figures.speculation.accepted
+    of.drain()
+    assert of.engine.figures.speculation.accepted - before > 100
 
 
 def test_an_answer_counts_once_and_for_its_own_round_only() -> None:

@@ -117,8 +117,7 @@ class DraftDesk:
         if isinstance(source, LocalSource):
             errand.idle_s = source.spent_s - spent_s
             self._collect(source, self._clock())
-            if errand.drafted:
-                source.cost.observe(errand.n, errand.idle_s)
+            _learn_cost(source, errand, errand.idle_s)
 
     def _request(self, sequence: Sequence, source: Source) -> DraftRequest:
         state = sequence.state
@@ -173,6 +172,8 @@ class DraftDesk:
             self._over(sequence, came)
             if retry:
                 again.append((sequence, asked.tries + 1, asked.hopeful))
+            elif sequence.draft is None:
+                sequence.saved_nothing()
         if again:
             self._send(source, again)
 
@@ -192,8 +193,8 @@ class DraftDesk:
         waited_s = self.exposed_s.get(errand.source, 0.0) + errand.idle_s
         self.exposed_s[errand.source] = waited_s
         source = self._drafters.links.get(errand.source)
-        if source is not None and not errand.left and (errand.drafted or given_up):
-            source.cost.observe(errand.n, max(when - errand.at, 0.0))
+        if source is not None and not errand.left:
+            _learn_cost(source, errand, max(when - errand.at, 0.0), given_up=given_up)
 
     def _take(
         self, source: Source, sequence: Sequence, asked: Asked, reply: object, came: float
@@ -268,6 +269,7 @@ class DraftDesk:
             if sequence.asked is not None:
                 self.answers["given up"] += 1
                 self._over(sequence, now, given_up=True)
+                sequence.saved_nothing()
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence is preempted or over: its round is nobody's any more."""
@@ -292,6 +294,14 @@ class DraftDesk:
         for sequence in list(errand.left.values()):
             self.answers["lost"] += 1
             self._over(sequence, None)
+
+
+def _learn_cost(source: Source, errand: Errand, seconds: float, *, given_up: bool = False) -> None:
+    """An errand is over. Without a draft it may have taken no time at all: that makes a drafter no
+    quicker, but it may make it slower."""
+    if not (errand.drafted or given_up):
+        seconds = max(seconds, source.cost.seconds(errand.n))
+    source.cost.observe(errand.n, seconds)
 
 
 def _block(sequence: Sequence, source: Source) -> int:

@@ -251,10 +251,7 @@ class Engine:
             if not decision.given_up:
                 break
             for index in decision.given_up:  # they go on plainly, in this very step
-                late = list(errands[index].left.values())
-                self.desk.give_up(late)
-                for sequence in late:
-                    self.planner.miss(sequence)
+                self.desk.give_up(errands[index].left.values())
         self.patience = decision.wait_s
         if self.patience:
             self._waits_since = self.clock()

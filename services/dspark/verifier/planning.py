@@ -24,10 +24,8 @@ from dspark.scheduler import (
 )
 from dspark.verifier.batcher import Item
 from dspark.verifier.guidance import Guidance
-from dspark.verifier.sequence import Sequence
+from dspark.verifier.sequence import Sequence, running_mean
 
-# Weight of the newest round in a request's means.
-ROUND_RATE = 0.2
 # A step cost is known to a few percent, and judging drafts is not in it; promises smaller than this
 # share of Θ lost 4 % on chat prompts at R = 4 (docs/results). Only where looking ahead is free.
 SMALLEST_GAIN = 0.05
@@ -184,9 +182,9 @@ class StepPlanner:
             drafted, survivals, lengths.tolist(), saved.tolist(), strict=True
         ):
             sequence = item.sequence
-            sequence.saving_s = _mean(sequence.saving_s, seconds_saved)
-            sequence.verifies = _mean(sequence.verifies, float(length))
-            sequence.gains = _mean(sequence.gains, float(a[:length].sum()))
+            sequence.saving_s = running_mean(sequence.saving_s, seconds_saved)
+            sequence.verifies = running_mean(sequence.verifies, float(length))
+            sequence.gains = running_mean(sequence.gains, float(a[:length].sum()))
 
     def _remember(
         self, drafted: list[Item], survivals: list[NDArray[np.float64]], step: StepPlan
@@ -226,21 +224,12 @@ class StepPlanner:
             asked[joint[i]] = True
         return asked
 
-    def miss(self, sequence: Sequence) -> None:
-        """A draft that was given up saved nothing."""
-        sequence.saving_s = _mean(sequence.saving_s, 0.0)
-
     def taken_at_its_word(self, sequence: Sequence) -> bool:
         """Whether its policy verifies without weighing what that is worth."""
         return self._policy(sequence).kind not in JOINT
 
 
 JOINT = (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
-
-
-def _mean(before: float | None, now: float) -> float:
-    """A running mean, begun with its first value."""
-    return now if before is None else (1 - ROUND_RATE) * before + ROUND_RATE * now
 
 
 def _is_joint(policy: Policy) -> bool:

@@ -11,6 +11,14 @@ from dspark.core.sequence import SequenceState
 from dspark.core.traces import RunTrace
 from dspark.models.verification import TokenCounts
 
+# Weight of the newest round in a request's means.
+ROUND_RATE = 0.2
+
+
+def running_mean(before: float | None, now: float) -> float:
+    """Begun with its first value."""
+    return now if before is None else (1 - ROUND_RATE) * before + ROUND_RATE * now
+
 
 @dataclass(frozen=True, slots=True)
 class DraftInHand:
@@ -110,3 +118,7 @@ class Sequence:
     def forget_worth(self) -> None:
         """Another drafter drafts for it: what the last one's drafts were worth says nothing."""
         self.saving_s = self.verifies = self.gains = None
+
+    def saved_nothing(self) -> None:
+        """A draft was asked for, and none came that could be used."""
+        self.saving_s = running_mean(self.saving_s, 0.0)
