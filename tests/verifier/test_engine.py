@@ -471,6 +471,33 @@ def test_logits_that_name_no_token_cost_their_own_request_only(
     assert of.answers["well", 0].ids == target_only(RULE, (8, 1, 2), 30)
 
 
+@pytest.mark.parametrize("length", [33, 40], ids=["whole blocks", "a part of one too"])
+def test_what_a_broken_step_computed_or_read_is_not_found_cached(length: int) -> None:
+    """The rows say that something of what they attend to is broken; which of it nobody knows. Kept,
+    it would break each request with this prefix."""
+    broken = False
+
+    def rule(history: Any, first: int) -> Any:
+        rows = RULE(history, first)
+        return np.full_like(rows, np.nan) if broken else rows
+
+    of = scene(rule=rule)
+
+    def ask(name: str) -> Answer:
+        (answer,) = of.ask(request(name, prompt(length), greedy(8)))
+        return answer
+
+    ask("first")
+    assert ask("again").commits[0].cached_tokens == length - 1
+    broken = True
+    assert isinstance(error_of(ask("sick")), ModelError)
+    broken = False
+    well = ask("well")
+    assert well.commits[0].cached_tokens == 0
+    assert well.ids == target_only(RULE, prompt(length), 8)
+    assert owned(of) == 0
+
+
 # --- many steps -----------------------------------------------------------------------------------
 
 

@@ -150,16 +150,20 @@ class BlockPool:
             if twin is not None and twin != block:
                 if self._entries[twin].feature_id and not feature_id:
                     return name
-                self._forget(twin)
-                if twin in self._idle:
-                    del self._idle[twin]
-                    self._free.append(twin)
+                self.forget(twin)
         self._forget(block)
         self._entries[block] = Entry(parent, tuple(tokens), feature_id)
         self._siblings[parent, tokens[0]].append(block)
         if name is not None:
             self._full[name] = block
         return name
+
+    def forget(self, block: int) -> None:
+        """What it holds serves nobody but its owners any more."""
+        self._forget(block)
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
 
     def _forget(self, block: int) -> None:
         entry = self._entries.pop(block, None)

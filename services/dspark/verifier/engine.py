@@ -318,6 +318,7 @@ class Engine:
             if sequence.trace is not None and sequence.trace.admitted is None:
                 sequence.trace.admitted = self._began
             if isinstance(outcome, DsparkError):
+                self.cache.discard(sequence)
                 self._finish(sequence, outcome)
             elif outcome is not None:
                 self._commit_one(item, length, outcome)

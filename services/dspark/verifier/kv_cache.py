@@ -30,6 +30,7 @@ class KVCache:
             pool.share(block)
         needed = self._blocks_for(len(state.ids)) - len(match.blocks)
         donor = match.donor
+        sequence.donor = None
         if donor is not None:
             pool.share(donor)
             if needed > pool.available:  # holding it for the copy may take the last room
@@ -49,6 +50,7 @@ class KVCache:
                 self.features.copy(donor, own)
             finally:
                 pool.release(donor)
+            sequence.donor = donor
             state.computed += match.tokens
         if state.cached is None:
             state.cached = state.computed
@@ -107,6 +109,17 @@ class KVCache:
         sequence.blocks = []
         sequence.names = []
         sequence.state.forget_computed()
+
+    def discard(self, sequence: Sequence) -> None:
+        """Let all blocks go, and trust nothing of what they hold: the target's rows were broken.
+        That counts for the cached blocks that it began with as well, which the next one with this
+        prefix would break on again."""
+        for block in sequence.blocks:
+            self.pool.forget(block)
+        if sequence.donor is not None:
+            self.pool.forget(sequence.donor)
+        sequence.state.forget_computed()
+        self.release(sequence)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)

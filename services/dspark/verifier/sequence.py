@@ -68,6 +68,7 @@ class Asked:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """blocks: KV blocks, in order. names: digests of the full ones known to the prefix cache.
+    donor: the cached block of which a part was copied at the start, None for none.
 
     drafter: what drafts for it, a local drafter's name or a checkpoint's id, "" for nothing;
     feature_id: what that reads ("" = tokens only). Both are fixed for its life. source: who has its
@@ -88,6 +89,7 @@ class Sequence:
     feature_id: str = ""
     blocks: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
+    donor: int | None = None
     draft: DraftInHand | None = None
     round: int = 0
     source: str = ""
