@@ -251,6 +251,68 @@ async def test_a_round_that_cannot_be_said_still_makes_the_older_unwanted() -> N
         assert caller.early == caller.link.answers() == []
 
 
+WIDE = replace(CARD, layer_ids=(0, 2), feature_id="f", feature_width=1024)
+
+
+async def test_more_than_may_wait_for_a_drafter_costs_rounds_and_not_the_link() -> None:
+    """Five windows of 512 KiB where 1 MiB may wait: what is over is lost alone, and the next tries
+    bring everyone's."""
+    features = np.ones((256, 1024), np.float32)
+    tokens = [i % V for i in range(257)]
+    async with (
+        serving(ToyDrafter(WIDE), feature_dtype="bfloat16") as served,
+        linked(served.address, max_unsent_bytes=2**20) as caller,
+    ):
+        missing = [f"s{i}" for i in range(5)]
+        for round_ in range(5):
+            asked = [asking(s, round_, tokens, features=features) for s in missing]
+            answers = await caller.ask(*asked)
+            told = [answer for answer in answers if isinstance(answer, Lost)]
+            assert round_ or len(told) == 3
+            assert all("the limit is 1048576" in one.why for one in told)
+            missing = [one.session for one in told]
+            if not missing:
+                break
+        assert not missing
+        assert caller.link.figures.connected == 1
+
+
+async def test_a_window_larger_than_the_bound_is_sent_all_the_same() -> None:
+    features = np.ones((256, 1024), np.float32)
+    async with (
+        serving(ToyDrafter(WIDE)) as served,
+        linked(served.address, max_unsent_bytes=1000) as caller,
+    ):
+        assert (await caller.draft(asking("x", 1, [1] * 257, features=features))).ids
+        assert (await caller.draft(asking("y", 1, [1] * 257, features=features))).ids
+
+
+async def test_to_send_features_does_not_hold_up_the_event_loop() -> None:
+    """64 MiB of them in one step, to a drafter that throws them away. Counted in this thread's own
+    processor time, so a busy machine fails nobody."""
+    script = Script()
+    script.hello = Script.well(WIDE, feature_dtype=2, max_message_bytes=4 * 2**20)
+    features = np.ones((1024, 1024), np.float32)
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        then = time.thread_time()
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.thread_time()
+            longest, then = max(longest, now - then), now
+
+    async with scripted(script) as address, linked(address) as caller:
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0.02)
+        asked = [asking(f"s{i}", 1, [1] * 1025, features=features) for i in range(32)]
+        answers = await caller.ask(*asked)
+        assert all(isinstance(answer, Draft) for answer in answers)
+        ticking.cancel()
+    assert 0 < longest < 0.05  # all in one go 0.1 and more
+
+
 async def test_connections_leave_nothing_behind() -> None:
     """A hundred verifiers come, ask and go: sessions, tasks and descriptors are as before."""
     toy = ToyDrafter()

@@ -33,7 +33,7 @@ from dspark.core.replicas import Replica
 from dspark.drafter.handshake import DrafterOffer, VerifierFacts, check_fit, sound_tables
 from dspark.drafter.hello_client import Connection, Endpoint, connect
 from dspark.drafter.projection_client import fetch_projection
-from dspark.drafter.stream_client import DraftingStream, LinkFigures
+from dspark.drafter.stream_client import MAX_UNSENT_BYTES, DraftingStream, LinkFigures
 
 if TYPE_CHECKING:  # torch
     from dspark.models.targets.features import FeatureProjection
@@ -82,6 +82,7 @@ class RemoteDrafter:
         connect_s: float = CONNECT_S,
         hello_s: float = HELLO_S,
         refused_retry_s: float = REFUSED_RETRY_S,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 < silent_s < math.inf:
@@ -95,6 +96,7 @@ class RemoteDrafter:
         self._connect_s = connect_s
         self._hello_s = hello_s
         self._refused_retry_s = refused_retry_s
+        self._max_unsent_bytes = max_unsent_bytes
         self._clock = clock
         self._inbox: deque[Answer] = deque()
         self._stream: DraftingStream | None = None
@@ -277,6 +279,7 @@ class RemoteDrafter:
             self._tell,
             silent_s=self._silent_s,
             clock=self._clock,
+            max_unsent_bytes=self._max_unsent_bytes,
         )
 
     def _check(self, connection: Connection) -> None:

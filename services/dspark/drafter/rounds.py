@@ -75,6 +75,14 @@ class OpenRounds:
     def drop(self, session: str) -> None:
         self._asked.pop(session, None)
 
+    def unsay(self, session: str, round_: int) -> bool:
+        """A round could not be asked; False if nobody waits for it any more."""
+        asked = self._asked.get(session)
+        if asked is None or asked.round != round_:
+            return False
+        del self._asked[session]
+        return True
+
     def drafted(self, session: str, round_: int, now: float) -> Asked | None:
         """A draft has come: of which round; None if nobody waits for it."""
         asked = self._asked.get(session)

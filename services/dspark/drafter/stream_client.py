@@ -9,24 +9,27 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dspark.core.drafts import Answer, DraftRequest, Lost
 from dspark.core.errors import DsparkError, InvalidRequest, Unavailable
 from dspark.drafter.hello_client import Connection
 from dspark.drafter.rounds import OpenRounds
 from dspark.drafter.wire_client import (
-    Part,
-    batches,
     draft_from_wire,
     need_from_wire,
-    request_to_wire,
+    step_to_wire,
+    wire_bytes,
 )
 from dspark.v1 import drafting_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Bytes that wait for a drafter to read before it counts as lost.
+# Bytes that wait for a drafter to read before nothing more is asked of it: one request may pass
+# the bound, or a window larger than it could never be sent.
 MAX_UNSENT_BYTES = 64 * 2**20
+# Bytes of a step from which its messages are made in another thread: here they take 0.2 ms.
+LARGE_BYTES = 2**18
 # Seconds that a closed session waits for the next step's message to tell it.
 CLOSE_S = 0.05
 
@@ -50,6 +53,19 @@ class LinkFigures:
     reply_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is to be said at once. size: bytes, about."""
+
+    closed: Sequence[str]
+    requests: Sequence[DraftRequest]
+    size: int
+
+    @property
+    def large(self) -> bool:
+        return self.size > LARGE_BYTES
+
+
 class DraftingStream:
     """`await stream.serve()` runs it to its end; meanwhile `ask`. lost: why it is over, or None.
 
@@ -65,6 +81,7 @@ class DraftingStream:
         *,
         silent_s: float,
         clock: Callable[[], float],
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
         self.lost: DsparkError | None = None
         self.draining = False
@@ -76,8 +93,9 @@ class DraftingStream:
         self._loop = asyncio.get_running_loop()
         self._rounds = OpenRounds(silent_s, figures.reply_s)
         self._closed: list[str] = []
-        self._outbox: asyncio.Queue[tuple[pb.ProposeRequest, int]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[_Step] = asyncio.Queue()
         self._unsent = 0
+        self._max_unsent = max_unsent_bytes
         self._tick: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._over = asyncio.Event()
@@ -100,17 +118,19 @@ class DraftingStream:
         if self.lost is not None:
             self._tell_lost([Lost(r.session, r.round, str(self.lost)) for r in requests])
             return
-        now, parts, refused = self._clock(), list[Part](), list[Lost]()
+        now, size = self._clock(), 0
+        taken, refused = list[DraftRequest](), list[Lost]()
         for request in requests:
-            try:
-                parts += request_to_wire(request, self.connection.offer)
-            except (InvalidRequest, ValueError, TypeError) as error:
-                self._rounds.drop(request.session)
-                refused.append(Lost(request.session, request.round, f"cannot be asked: {error}"))
-            else:
+            if (unsent := self._unsent + size) < self._max_unsent:
+                size += wire_bytes(request, self.connection.offer)
                 self._rounds.add(request, now)
+                taken.append(request)
+            else:
+                self._rounds.drop(request.session)
+                why = f"{unsent} bytes wait for the drafter, the limit is {self._max_unsent}"
+                refused.append(Lost(request.session, request.round, why))
         self._figures.asked += len(requests)
-        self._send(parts)
+        self._send(taken, size)
         self._tell_lost(refused)
         if self._rounds and self._tick is None:
             self._tick = self._loop.call_later(self._rounds.tick_s, self._on_tick)
@@ -132,26 +152,48 @@ class DraftingStream:
         self._tell_lost(self._rounds.lose(str(why)))
         self._over.set()
 
-    def _send(self, parts: Sequence[Part]) -> None:
+    def _send(self, requests: Sequence[DraftRequest], size: int = 0) -> None:
         """One step's worth, and the sessions that were closed since the last."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
         closed, self._closed = self._closed, []
-        for message in batches(closed, parts, self.connection.offer.max_message_bytes):
-            size = message.ByteSize()
+        if closed or requests:
             self._unsent += size
-            self._outbox.put_nowait((message, size))
-        if self._unsent > MAX_UNSENT_BYTES:
-            self.lose(Unavailable(f"the drafter has {self._unsent} bytes unread"))
+            self._outbox.put_nowait(_Step(closed, requests, size))
 
     async def _write(self) -> None:
+        try:
+            while True:
+                await self._write_step(await self._outbox.get())
+        except Exception as error:  # what cannot be said, in a way that no check foresaw
+            log.exception("what is asked of a drafter cannot be written")
+            self.lose(Unavailable(f"a message cannot be written: {error!r}"))
+
+    async def _write_step(self, step: _Step) -> None:
+        """Messages are made one by one as the drafter takes them."""
+        left, refused = step.size, list[Lost]()
+
+        def refuse(request: DraftRequest, error: Exception) -> None:
+            refused.append(Lost(request.session, request.round, f"cannot be asked: {error}"))
+
+        messages = step_to_wire(step.closed, step.requests, self.connection.offer, refuse)
         while True:
-            message, size = await self._outbox.get()
+            make = partial(next, messages, None)
+            message = await asyncio.to_thread(make) if step.large else make()
+            self._tell_lost([r for r in refused if self._rounds.unsay(r.session, r.round)])
+            refused.clear()
+            if message is None:
+                break
+            size = message.ByteSize()
             self._figures.messages_sent += 1
             self._figures.bytes_sent += size
             await self.connection.write(message)
-            self._unsent -= size
+            if step.large:  # it takes them, and cannot have been asked yet
+                self._rounds.heard()
+            self._unsent -= min(size, left)
+            left -= min(size, left)
+        self._unsent -= left
 
     async def _read(self) -> None:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from dspark.core.sampling import SamplingMode
 from dspark.drafter.bfloat16 import to_bfloat16
 from dspark.drafter.handshake import (
     ENVELOPE_BYTES,
-    ITEM_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_NAME_BYTES,
     DrafterOffer,
@@ -73,8 +73,9 @@ def offer_from_wire(hello: pb.DrafterHello) -> tuple[Replica, DrafterOffer]:
     return Replica(hello.drafter, epoch=hello.epoch), offer
 
 
-def request_to_wire(request: DraftRequest, offer: DrafterOffer) -> list[Part]:
-    """A request, after as much of its context as no single message has room for.
+def request_to_wire(request: DraftRequest, offer: DrafterOffer) -> Iterator[Part]:
+    """A request, after as much of its context as no single message has room for. Each part's
+    features are converted when it is asked for.
 
     Raises InvalidRequest for features that the drafter does not read, and ValueError for a number
     that its field cannot hold.
@@ -87,52 +88,73 @@ def request_to_wire(request: DraftRequest, offer: DrafterOffer) -> list[Part]:
     if (None if features is None else features.shape) != ((count, width) if width else None):
         shape = None if features is None else features.shape
         raise InvalidRequest("features", shape, f"must be {[count, width] if width else None}")
-    data = b"" if features is None else _features(features, offer.feature_dtype)
-    row, item = width * ITEM_BYTES[offer.feature_dtype], 0
+
+    def data(first: int, end: int) -> bytes:
+        return b"" if features is None else _features(features[first:end], offer.feature_dtype)
+
+    item = 0
     most = (offer.max_message_bytes - ENVELOPE_BYTES) // row_bytes(offer.card, offer.feature_dtype)
-    parts: list[Part] = []
     while count - item > most:
-        parts.append(
-            pb.DraftContext(
-                session=request.session,
-                start=request.start + item,
-                tokens=request.tokens[item : item + most],
-                features=data[item * row : (item + most) * row],
-                dtype=DTYPES[offer.feature_dtype],
-            )
+        yield pb.DraftContext(
+            session=request.session,
+            start=request.start + item,
+            tokens=request.tokens[item : item + most],
+            features=data(item, item + most),
+            dtype=DTYPES[offer.feature_dtype],
         )
         item += most
     sampling = request.sampling
-    parts.append(
-        pb.DraftRequest(
-            session=request.session,
-            round=request.round,
-            start=request.start + item,
-            tokens=request.tokens[item:],
-            features=data[item * row :],
-            dtype=DTYPES[offer.feature_dtype],
-            output_position=request.output_position,
-            sampling=pb.DraftSampling(
-                mode=mode_to_wire(sampling.mode),
-                temperature=sampling.temperature,
-                seed=sampling.seed % 2**64,
-                choice=sampling.choice,
-            ),
-            gamma=request.gamma,
-            support_m=request.support_m,
-            traceparent=request.traceparent[:MAX_NAME_BYTES],
-        )
+    yield pb.DraftRequest(
+        session=request.session,
+        round=request.round,
+        start=request.start + item,
+        tokens=request.tokens[item:],
+        features=data(item, count),
+        dtype=DTYPES[offer.feature_dtype],
+        output_position=request.output_position,
+        sampling=pb.DraftSampling(
+            mode=mode_to_wire(sampling.mode),
+            temperature=sampling.temperature,
+            seed=sampling.seed % 2**64,
+            choice=sampling.choice,
+        ),
+        gamma=request.gamma,
+        support_m=request.support_m,
+        traceparent=request.traceparent[:MAX_NAME_BYTES],
     )
-    return parts
 
 
-def batches(
+def wire_bytes(request: DraftRequest, offer: DrafterOffer) -> int:
+    """Of a request on the wire, about."""
+    return ENVELOPE_BYTES + len(request.tokens) * row_bytes(offer.card, offer.feature_dtype)
+
+
+def step_to_wire(
+    closed: Sequence[str],
+    requests: Iterable[DraftRequest],
+    offer: DrafterOffer,
+    refused: Callable[[DraftRequest, Exception], None],
+) -> Iterator[pb.ProposeRequest]:
+    """A step's worth, each message made when it is asked for. refused: told of a request that
+    cannot be said."""
+
+    def parts() -> Iterator[Part]:
+        for request in requests:
+            try:
+                yield from request_to_wire(request, offer)
+            except (InvalidRequest, ValueError, TypeError) as error:
+                refused(request, error)
+
+    return _batches(closed, parts(), offer.max_message_bytes)
+
+
+def _batches(
     closed: Sequence[str], parts: Iterable[Part], limit: int
 ) -> Iterator[pb.ProposeRequest]:
-    """A step's worth, in one message wherever it fits below `limit` bytes, and in order: of a
-    message context is read before requests, so a session may come in one request only."""
+    """In one message wherever it fits below `limit` bytes, and in order: of a message context is
+    read before requests, so a session may come in one request only."""
     batch, size = pb.DraftBatch(), 0
-    for part in (*closed, *parts):
+    for part in itertools.chain(closed, parts):
         added = FIELD_BYTES + (len(part.encode()) if isinstance(part, str) else part.ByteSize())
         if size and size + added > limit - 2 * FIELD_BYTES:
             yield pb.ProposeRequest(batch=batch)
