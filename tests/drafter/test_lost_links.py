@@ -21,7 +21,7 @@ import grpc
 import numpy as np
 import pytest
 
-from dspark.core.drafts import Draft, DrafterCard, Lost, NeedContext
+from dspark.core.drafts import Draft, DrafterCard, Faulty, Lost, NeedContext
 from dspark.core.errors import ConfigError, ModelError, Unavailable
 from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Replica
@@ -532,9 +532,9 @@ async def test_a_reply_that_is_none_costs_its_round(lie: str) -> None:
         wrong, right = await caller.ask(
             asking("x", 1, sampling=REJECTION), asking("y", 1, sampling=REJECTION)
         )
-        assert isinstance(wrong, Lost)
+        assert isinstance(wrong, Faulty)
         assert isinstance(right, Draft)
-        assert caller.link.figures.faults == 1
+        assert (wrong.session, wrong.round) == ("x", 1)
         assert caller.link.figures.connected == 1
 
 
@@ -544,7 +544,7 @@ async def test_a_support_where_none_is_asked_for_is_no_draft() -> None:
     script.answer = lambda batch: [replies(*[draft(r, **support) for r in batch.requests])]
     async with scripted(script) as address, linked(address) as caller:
         (wrong,) = await caller.ask(asking("x", 1))
-        assert isinstance(wrong, Lost)
+        assert isinstance(wrong, Faulty)
         (right,) = await caller.ask(asking("x", 2, sampling=REJECTION))
         assert isinstance(right, Draft)
         assert right.support_ids is not None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark.core.drafts import Draft, DraftRequest, Lost, NeedContext
+from dspark.core.drafts import Draft, DraftRequest, Faulty, Lost, NeedContext
 from dspark.core.errors import Unavailable
 from dspark.core.sampling import SamplingParams
 from dspark.verifier.pacing import work_of
@@ -138,7 +138,8 @@ def test_a_drafter_that_was_silent_for_a_while_is_asked_again() -> None:
     talks = link.drafter
     link.drafter = ScriptedDrafter(says_nothing, feature_id=FEATURES)
     of.submit(request("a", [1, 2, 3], greedy(300)))
-    of.step(60)
+    while of.engine.desk.answers["empty"] < 6:
+        of.step()
     link.drafter = talks
     before = of.engine.figures.speculation.accepted
     of.drain()
@@ -191,6 +192,23 @@ def test_a_link_that_raises_costs_its_rounds() -> None:
 
 
 # --- context --------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_is_no_draft_is_a_fault_and_the_session_goes_on() -> None:
+    """Its window is not sent again with each round, and the alert sees it."""
+    of, (link,), _ = linked(after(0.003))
+    ask(of, 1, tokens=60)
+    while of.engine.desk.answers["used"] < 2:
+        of.step()
+    before = len(link.drafter.asked)
+    link.lie = lambda r: Faulty(r.session, r.round, "ids outside the vocabulary")
+    while of.engine.desk.faults["malformed"] < 3:
+        of.step()
+    link.lie = None
+    check(of, 1, tokens=60)
+    assert set(of.engine.desk.faults) == {"malformed"}
+    assert of.engine.desk.answers["lost"] == 0
+    assert all(r.start > 0 for r in link.drafter.asked[before:])
 
 
 def test_context_that_a_drafter_lost_is_sent_again_within_the_round() -> None:

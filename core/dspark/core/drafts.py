@@ -119,14 +119,24 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """No draft will come for this round: the drafter is gone, or said something that is none."""
+    """No draft will come for this round: the drafter is gone and its session with it, or it was
+    never asked."""
 
     session: str
     round: int
     why: str
 
 
-Answer = Draft | NeedContext | Lost
+@dataclass(frozen=True, slots=True)
+class Faulty:
+    """What the drafter said to this round is no draft. It is there, and so is its session."""
+
+    session: str
+    round: int
+    why: str
+
+
+Answer = Draft | NeedContext | Lost | Faulty
 
 
 class DrafterLink(Protocol):

@@ -1,6 +1,7 @@
 """One stream of a verifier to a drafter, after the hellos and to its end.
 
-Belongs to the event loop. What was asked is answered once: by the drafter, or as `Lost`.
+Belongs to the event loop. What was asked is answered once: by the drafter, as `Faulty` where that
+is no draft, or as `Lost`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dspark.core.drafts import Answer, DraftRequest, Lost
+from dspark.core.drafts import Answer, DraftRequest, Faulty, Lost
 from dspark.core.errors import DsparkError, InvalidRequest, Unavailable
 from dspark.drafter.hello_client import Connection
 from dspark.drafter.rounds import OpenRounds
@@ -37,8 +38,8 @@ CLOSE_S = 0.05
 @dataclass(slots=True)
 class LinkFigures:
     """Since the start, plain numbers. Messages and bytes are payloads, without the hellos. lost:
-    rounds answered with Lost. faults: replies that made no sense; unwanted: that nobody waited for
-    any more. connected: streams so far. reply_s: usual seconds from asking to the answer."""
+    rounds answered with Lost. unwanted: replies that nobody waited for any more. connected: streams
+    so far. reply_s: usual seconds from asking to the answer."""
 
     messages_sent: int = 0
     messages_received: int = 0
@@ -47,7 +48,6 @@ class LinkFigures:
     asked: int = 0
     answered: int = 0
     lost: int = 0
-    faults: int = 0
     unwanted: int = 0
     connected: int = 0
     reply_s: float = 0.0
@@ -240,8 +240,7 @@ class DraftingStream:
         try:
             return draft_from_wire(reply.draft, asked, self._vocab_size)
         except InvalidRequest as error:
-            figures.faults += 1
-            return Lost(session, asked.round, f"the drafter's reply is none: {error}")
+            return Faulty(session, asked.round, f"the drafter's reply is no draft: {error}")
 
     def _on_tick(self) -> None:
         self._tick = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dspark.core.drafts import Draft, DraftRequest, DraftSampling, Lost, NeedContext
+from dspark.core.drafts import Draft, DraftRequest, DraftSampling, Faulty, Lost, NeedContext
 from dspark.core.traces import TRACED_ROUNDS
 from dspark.scheduler import afforded
 from dspark.verifier.drafters import Drafters
@@ -18,6 +19,8 @@ from dspark.verifier.features import FeatureCache
 from dspark.verifier.guidance import Guidance
 from dspark.verifier.sequence import Asked, DraftInHand, Errand, Sequence
 from dspark.verifier.sources import LocalSource, Source
+
+log = logging.getLogger(__name__)
 
 # A drafter that answers NEED_CONTEXT twice for one round has lost more than a window.
 CONTEXT_RETRIES = 2
@@ -205,6 +208,11 @@ class DraftDesk:
             self.answers["lost"] += 1
             if source.linked:  # so is its session
                 source.sessions.discard(request.session)
+            return False
+        if isinstance(reply, Faulty):
+            self.faults["malformed"] += 1
+            if self.faults["malformed"] == 1:
+                log.warning("drafter %s: %s", source.name, reply.why)
             return False
         if not isinstance(reply, NeedContext):
             self._accept(source, sequence, asked, reply, came)
