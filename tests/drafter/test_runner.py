@@ -353,3 +353,15 @@ async def test_leaving_ends_the_thread() -> None:
             await a.answers(1)
             thread = runner._thread
         assert not thread.is_alive()
+
+
+async def test_a_drafter_that_is_stuck_is_left_behind() -> None:
+    toy = ToyDrafter()
+    try:
+        async with asyncio.timeout(PATIENT_S):
+            async with DraftRunner(toy, stop_s=0.2) as runner:
+                toy.gate.clear()
+                Verifier(runner).ask(asking("x"))
+                await toy.passing()
+    finally:
+        toy.gate.set()

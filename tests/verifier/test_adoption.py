@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dspark.core.errors import Unavailable
 from dspark.core.replicas import Member, Pool, Replica
 from dspark.core.requests import Request
 from dspark.drafter import (
@@ -34,6 +35,7 @@ from dspark.verifier.sources import Bell
 
 from ..scheduling.cluster import COST, PATIENT_S, card_of, gateway, ids_of, scheduling, until
 from .remote import FEATURES, PROJECTION
+from .test_runner import BlockedBackend
 from .toy import (
     ScriptedDrafter,
     ToyBackend,
@@ -253,6 +255,33 @@ async def test_one_that_does_not_fit_is_left_out(
         await until(lambda: "reads [3], the verifier 'v1' has 4 layers" in caplog.text)
         assert await v.say(ask("a")) == EXPECTED
         assert v.links == {"d1"}
+
+
+async def test_an_engine_that_is_stuck_keeps_no_drafter(store: Store) -> None:
+    """Its link is left in a second, whether the engine hears of it or not."""
+    backend = BlockedBackend()
+    engine = toy_engine(backend, clock=time.monotonic)
+    card = card_of(engine)
+    try:
+        async with (
+            scheduling(store) as at,
+            drafting(at.address, "d1"),
+            SchedulingClient([at.address], call_s=PATIENT_S) as client,
+        ):
+            async with (
+                EngineRunner(engine, stop_s=0.2) as runner,
+                Adoption(client, runner, card, "v1", LAYERS, connect=patiently) as adoption,
+            ):
+                adoption.begin_life(1)
+                await until(lambda: set(adoption.links) == {"d1"})
+                running = asyncio.create_task(ids_of(runner, ask("a")))
+                await backend.stuck()
+                begin = time.monotonic()
+            assert time.monotonic() - begin < 10
+            with pytest.raises(Unavailable):
+                await running
+    finally:
+        backend.gate.set()
 
 
 async def test_a_lease_names_the_drafter_that_drafts(store: Store) -> None:

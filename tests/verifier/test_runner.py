@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -229,6 +231,46 @@ async def test_a_request_after_the_stop_is_refused() -> None:
         pass
     with pytest.raises(Unavailable):
         await answer(runner, request("a", PROMPT, greedy(5)))
+
+
+class BlockedBackend(ToyBackend):
+    """Its forwards wait for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(RULE, V, context_length=ROOM)
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def forward(self, batch: Any) -> Any:
+        self.entered.set()
+        assert self.gate.wait(60), "nobody opened the gate"
+        return super().forward(batch)
+
+    async def stuck(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, 20)
+
+
+async def test_an_engine_that_is_stuck_is_left_behind_and_everybody_is_told() -> None:
+    """Leaving takes stop_s, whatever the step does."""
+    backend = BlockedBackend()
+    try:
+        begin = time.monotonic()
+        async with EngineRunner(engine(backend), stop_s=0.2) as runner:
+            runs = [
+                request("in the step", PROMPT, greedy(5)),
+                request("not yet", PROMPT, greedy(5)),
+            ]
+            running = [asyncio.create_task(answer(runner, runs[0]))]
+            await backend.stuck()
+            running.append(asyncio.create_task(answer(runner, runs[1])))
+            asking = asyncio.create_task(runner.between_steps(lambda e: e.active))
+            await asyncio.sleep(0)
+        assert time.monotonic() - begin < 10
+        for told in await asyncio.gather(*running, asking, return_exceptions=True):
+            assert isinstance(told, Unavailable)
+        with pytest.raises(Unavailable):
+            await runner.between_steps(lambda e: e.active)
+    finally:
+        backend.gate.set()
 
 
 class StumblingBackend(ToyBackend):

@@ -37,6 +37,8 @@ RECENT_S = 1.0
 # single pass may take before they stop: a drafter that hangs must not look alive.
 BEAT_S = 0.1
 STUCK_S = 5.0
+# Seconds that leaving waits for the pass in hand.
+STOP_S = 5.0
 
 Settled = list[tuple[Job, Reply | None]]
 
@@ -59,8 +61,9 @@ class DraftRunner:
     """`async with DraftRunner(drafter) as runner: line = runner.open(put); runner.ask(line, ...)`.
 
     Drafts are hints: a full line answers with an empty draft at once, and so does a pass that
-    fails. clock: seconds. watch: told in the event loop of a pass's requests that are traced. All
-    but the thread's own part belongs to the event loop.
+    fails. clock: seconds. watch: told in the event loop of a pass's requests that are traced. A
+    thread that is stuck in a pass is left behind after stop_s seconds. All but the thread's own
+    part belongs to the event loop.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class DraftRunner:
         *,
         clock: Callable[[], float] = time.monotonic,
         watch: Callable[[list[Drafted]], None] | None = None,
+        stop_s: float = STOP_S,
     ) -> None:
         self.config = config or BatchingConfig()
         self.card = drafter.card
@@ -77,6 +81,7 @@ class DraftRunner:
         self._drafter = drafter
         self._clock = clock
         self._watch = watch
+        self._stop_s = stop_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
         self._opened = 0
@@ -105,7 +110,9 @@ class DraftRunner:
         with self._news:
             self._stopping = True
             self._news.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, self._stop_s)
+        if self._thread.is_alive():
+            log.error("the drafter is stuck in a pass for %g s and is left behind", self._stop_s)
 
     @property
     def alive(self) -> bool:

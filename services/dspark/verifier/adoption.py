@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 AGAIN_S = 0.2
 # Seconds between two tries to link one: doubled each time, with chance, up to the last.
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+# Seconds that a drafter's end waits for the engine to hear of it.
+DISMISS_S = 1.0
 
 Connect = Callable[[Replica, VerifierFacts, Bell], AbstractAsyncContextManager[RemoteDrafter]]
 
@@ -176,9 +178,12 @@ class Adoption:
 
     async def _dismiss(self, name: str) -> None:
         try:
-            await self._runner.between_steps(lambda engine: engine.dismiss(name))
+            async with asyncio.timeout(DISMISS_S):
+                await self._runner.between_steps(lambda engine: engine.dismiss(name))
         except Unavailable:  # the engine has stopped
             log.debug("drafter %s outlived its engine", name)
+        except TimeoutError:  # it does so after the step in hand; the link says it is closed
+            log.warning("the engine has not dismissed drafter %s in %g s", name, DISMISS_S)
         else:
             log.info("drafter %s is dismissed", name)
 

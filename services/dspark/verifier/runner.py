@@ -14,10 +14,10 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from dspark.core.errors import Overloaded, Unavailable
-from dspark.core.requests import Event, Finished, Request
+from dspark.core.requests import Committed, Event, Finished, Request
 from dspark.core.traces import RunTrace
 from dspark.verifier.engine import Engine, EngineEvent, Key
 from dspark.verifier.lines import Batch, Line, Refused, Run
@@ -32,18 +32,26 @@ Events = list[tuple[Run, Event | Refused]]
 # Seconds between two looks at deadlines while no step is done, because every reader stands still or
 # drafts are waited for.
 TICK_S = 0.05
+# Seconds that leaving waits for the step in hand, at least: twice the longest step, which a sign of
+# life is half of (`deploy.single.heartbeat_s`), may take more.
+STOP_S = 5.0
 
 
 class EngineRunner:
     """`async with EngineRunner(engine) as runner: async for event in runner.run(request)`.
 
     A reader may lag by `buffered_events` of a choice; then its sequence pauses until half of them
-    are read. Leaving the context stops the thread; what still runs then ends with `Unavailable`.
+    are read. Leaving the context stops the thread; what still runs then ends with `Unavailable`. A
+    thread that is stuck in a step is left behind after stop_s seconds (None: by STOP_S).
     traced: told in the event loop of traced runs that are over; None traces none.
     """
 
     def __init__(
-        self, engine: Engine, traced: Callable[[list[RunTrace]], None] | None = None
+        self,
+        engine: Engine,
+        traced: Callable[[list[RunTrace]], None] | None = None,
+        *,
+        stop_s: float | None = None,
     ) -> None:
         self.engine = engine
         self._traced = traced
@@ -56,6 +64,10 @@ class EngineRunner:
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._woken = False
         self._closed = False  # the event loop says so: `_stop` is the last command but cancels
+        self._stop_s = max(STOP_S, 4 * self._heartbeat_s) if stop_s is None else stop_s
+        # The event loop's: runs without their last event, and who waits for an answer.
+        self._open: set[Run] = set()
+        self._waiting: set[asyncio.Future[Any]] = set()
         # The rest is the engine's thread's.
         self._stopping = False
         self._runs: dict[Key, Run] = {}
@@ -76,7 +88,10 @@ class EngineRunner:
     ) -> None:
         self._closed = True
         self._commands.put(self._stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, self._stop_s)
+        if self._thread.is_alive():
+            log.error("the engine is stuck in a step for %g s and is left behind", self._stop_s)
+        self._end()
 
     @property
     def alive(self) -> bool:
@@ -115,6 +130,8 @@ class EngineRunner:
         if self._closed:
             raise Unavailable("the engine is stopped")
         told: asyncio.Future[T] = self._loop.create_future()
+        self._waiting.add(told)
+        told.add_done_callback(self._waiting.discard)
 
         def answer() -> None:
             try:
@@ -150,6 +167,7 @@ class EngineRunner:
                 f"{self.engine.config.max_waiting} requests came within one step",
                 self.engine.config.retry_after_s,
             )
+        self._open.add(run)
         self._commands.put(lambda: self._submit(run))
 
     def cancel(self, run: Run) -> None:
@@ -161,9 +179,32 @@ class EngineRunner:
     def taken(self) -> None:
         self._commands.put(self._go_on)
 
+    def _put(self, by_line: dict[Line, Events], steps: int) -> None:
+        for line, events in by_line.items():
+            self._open.difference_update(
+                run for run, event in events if not isinstance(event, Committed)
+            )
+            line.put(Batch(events, steps))
+
+    def _end(self) -> None:
+        """The thread is over or left behind: nothing that it still owes will come from it."""
+        self._closed = True
+        for told in list(self._waiting):
+            _settle(told, None, Unavailable("the engine has stopped"))
+        by_line: dict[Line, Events] = defaultdict(list)
+        for run in self._open:
+            by_line[run.line].append((run, Refused(Unavailable("the engine has stopped"))))
+        self._put(by_line, self.engine.figures.steps)
+
     # --- the engine's thread ----------------------------------------------------------------------
 
     def _run_engine(self) -> None:
+        try:
+            self._step_until_stopped()
+        finally:
+            self._call(self._end)
+
+    def _step_until_stopped(self) -> None:
         while not self._stopping or not self.engine.idle:
             try:
                 self._take_commands()
@@ -256,7 +297,7 @@ class EngineRunner:
         by_line: dict[Line, Events] = defaultdict(list)
         for run, event in told:
             by_line[run.line].append((run, event))
-        self._call(_put, by_line, self.engine.figures.steps)
+        self._call(self._put, by_line, self.engine.figures.steps)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
@@ -266,16 +307,11 @@ class EngineRunner:
             log.debug("an event came after the event loop was closed")
 
 
-def _put(by_line: dict[Line, Events], steps: int) -> None:
-    for line, events in by_line.items():
-        line.put(Batch(events, steps))
-
-
-def _settle(told: asyncio.Future[T], found: T, error: Exception | None) -> None:
+def _settle(told: asyncio.Future[T], found: T | None, error: Exception | None) -> None:
     if told.done():  # nobody waits any more
         return
     if error is None:
-        told.set_result(found)
+        told.set_result(cast(T, found))
     else:
         told.set_exception(error)
 
