@@ -20,7 +20,7 @@ from dspark.core.errors import (
 )
 from dspark.core.requests import Committed, Finished, FinishReason, Request
 from dspark.verifier.engine import Engine
-from dspark.verifier.runner import EngineRunner
+from dspark.verifier.runner import FAILED_STEPS, EngineRunner
 
 from .toy import (
     Answer,
@@ -285,6 +285,71 @@ class StumblingBackend(ToyBackend):
         if self.forwards == self._stumble:
             raise RuntimeError("out of memory")
         return output
+
+
+class BrokenBackend(BlockedBackend):
+    """All its forwards raise while it is broken."""
+
+    broken = True
+
+    def forward(self, batch: Any) -> Any:
+        output = super().forward(batch)
+        if self.broken:
+            raise RuntimeError("no kernel image")
+        return output
+
+
+async def test_an_engine_whose_steps_all_fail_gives_up_and_owes_nobody_anything() -> None:
+    """Or it would be the emptiest verifier, and get every request."""
+    backend = BrokenBackend()
+    async with EngineRunner(engine(backend)) as runner:
+        for i in range(FAILED_STEPS - 1):
+            assert runner.alive
+            backend.gate.set()
+            told = await answer(runner, request(str(i), PROMPT, greedy(5)))
+            assert told.finished is not None
+            assert "no kernel image" in str(told.finished.error)
+        backend.gate.clear()
+        backend.entered.clear()
+        last = asyncio.create_task(answer(runner, request("last", PROMPT, greedy(5))))
+        await backend.stuck()
+        late = asyncio.create_task(answer(runner, request("late", PROMPT, greedy(5))))
+        asking = asyncio.create_task(runner.between_steps(lambda e: e.active))
+        await asyncio.sleep(0)
+        backend.gate.set()
+        finished = (await last).finished
+        assert finished is not None
+        assert "no kernel image" in str(finished.error)
+        for told in await asyncio.gather(late, asking, return_exceptions=True):
+            assert isinstance(told, Unavailable)
+        assert not runner.alive
+        with pytest.raises(Unavailable):
+            await answer(runner, request("too late", PROMPT, greedy(5)))
+
+
+async def test_an_engine_that_works_now_and_then_goes_on() -> None:
+    backend = BrokenBackend()
+    backend.gate.set()
+    async with EngineRunner(engine(backend)) as runner:
+        for i in range(3 * FAILED_STEPS):
+            backend.broken = bool(i % FAILED_STEPS)
+            told = await answer(runner, request(str(i), PROMPT, greedy(5)))
+            assert (told.reason is FinishReason.ERROR) == backend.broken
+        assert runner.alive
+
+
+async def test_a_step_that_takes_too_long_is_a_dead_engine() -> None:
+    backend = BlockedBackend()
+    async with EngineRunner(engine(backend), stuck_s=0.2) as runner:
+        assert runner.alive
+        running = asyncio.create_task(answer(runner, request("a", PROMPT, greedy(5))))
+        await backend.stuck()
+        async with asyncio.timeout(20):
+            while runner.alive:
+                await asyncio.sleep(0.01)
+        backend.gate.set()
+        assert whole(await running)
+        assert runner.alive, "it was not dead after all"
 
 
 async def test_a_step_that_raises_ends_its_requests_and_serving_goes_on(

@@ -35,6 +35,12 @@ TICK_S = 0.05
 # Seconds that leaving waits for the step in hand, at least: twice the longest step, which a sign of
 # life is half of (`deploy.single.heartbeat_s`), may take more.
 STOP_S = 5.0
+# A step that takes longer than this, or than ten of the longest (see above), hangs.
+STUCK_S = 10.0
+STUCK_BEATS = 20
+# Steps that fail one after the other, with none between them that did not, until the engine gives
+# up: it would take in whatever is sent, being the emptiest of all, and end it with an error.
+FAILED_STEPS = 5
 
 
 class EngineRunner:
@@ -42,7 +48,8 @@ class EngineRunner:
 
     A reader may lag by `buffered_events` of a choice; then its sequence pauses until half of them
     are read. Leaving the context stops the thread; what still runs then ends with `Unavailable`. A
-    thread that is stuck in a step is left behind after stop_s seconds (None: by STOP_S).
+    thread that is stuck in a step is left behind after stop_s seconds (None: by STOP_S). It counts
+    as dead after stuck_s in one (None: by STUCK_S), or once FAILED_STEPS have failed in a row.
     traced: told in the event loop of traced runs that are over; None traces none.
     """
 
@@ -52,6 +59,7 @@ class EngineRunner:
         traced: Callable[[list[RunTrace]], None] | None = None,
         *,
         stop_s: float | None = None,
+        stuck_s: float | None = None,
     ) -> None:
         self.engine = engine
         self._traced = traced
@@ -65,9 +73,14 @@ class EngineRunner:
         self._woken = False
         self._closed = False  # the event loop says so: `_stop` is the last command but cancels
         self._stop_s = max(STOP_S, 4 * self._heartbeat_s) if stop_s is None else stop_s
+        self._stuck_s = (
+            max(STUCK_S, STUCK_BEATS * self._heartbeat_s) if stuck_s is None else stuck_s
+        )
         # The event loop's: runs without their last event, and who waits for an answer.
         self._open: set[Run] = set()
         self._waiting: set[asyncio.Future[Any]] = set()
+        self._step_began: float | None = None  # the thread's to set, anybody's to read
+        self._over = False
         # The rest is the engine's thread's.
         self._stopping = False
         self._runs: dict[Key, Run] = {}
@@ -95,8 +108,10 @@ class EngineRunner:
 
     @property
     def alive(self) -> bool:
-        """The engine's thread runs."""
-        return self._thread.is_alive()
+        """The engine's thread runs and gets on."""
+        began = self._step_began
+        stuck = began is not None and time.monotonic() - began > self._stuck_s
+        return self._thread.is_alive() and not self._over and not stuck
 
     # --- the event loop's side --------------------------------------------------------------------
 
@@ -202,18 +217,33 @@ class EngineRunner:
         try:
             self._step_until_stopped()
         finally:
+            self._over = True
             self._call(self._end)
 
     def _step_until_stopped(self) -> None:
+        failed, steps = 0, self.engine.figures.steps
         while not self._stopping or not self.engine.idle:
             try:
                 self._take_commands()
                 self._go_on()
-                self._deliver(self.engine.step())
+                self._deliver(self._step())
                 self._beat()
             except Exception as error:
                 log.exception("a step failed; every running request ends with an error")
                 self.engine.fail(Unavailable(f"the engine's step failed: {error}"))
+                failed = failed + 1 if self.engine.figures.steps == steps else 1
+                steps = self.engine.figures.steps
+                if failed >= FAILED_STEPS:
+                    log.critical("%d steps failed in a row: the engine gives up", failed)
+                    self._deliver(self.engine.take_events())
+                    return
+
+    def _step(self) -> list[EngineEvent]:
+        self._step_began = time.monotonic()
+        try:
+            return self.engine.step()
+        finally:
+            self._step_began = None
 
     def _take_commands(self) -> None:
         """Do all that was asked for; wait for the first of it while there is nothing else to do.
