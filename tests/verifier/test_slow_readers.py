@@ -214,6 +214,44 @@ def test_readers_that_stand_still_keep_nobody_out() -> None:
     assert all(ids(of, name) == text for name in (*names, *stuck, "well"))
 
 
+def test_a_paused_one_keeps_its_blocks_where_they_would_not_help() -> None:
+    """20 blocks: 10 of one that runs, 4 of the paused one; 17 are asked for."""
+    of = scene(kv_tokens=320)
+    of.submit(request("runs", prompt(150), greedy(8)), request("paused", prompt(60, 7), greedy(8)))
+    of.step(2)
+    of.engine.pause("paused", 0, True)
+    of.submit(request("large", prompt(270, 11), greedy(8)))
+    of.step(2)
+    assert {s.state.request.request_id for s in of.engine.running} == {"runs", "paused"}
+    assert of.engine.preemptions == 0
+    while of.answers["large", 0].finished is None:  # as soon as they do help, they are taken
+        of.step()
+    assert of.engine.preemptions == 1
+    of.engine.pause("paused", 0, False)
+    of.drain()
+    assert ids(of, "paused") == target_only(RULE, prompt(60, 7), 8)
+
+
+def test_who_was_paused_and_lost_its_blocks_is_not_charged_again() -> None:
+    """Both tenants have had about as much, so both are served next."""
+    of = scene(kv_tokens=320, max_sequences=1)
+    of.submit(request("a", prompt(200), greedy(4), tenant="a"))
+    of.step(2)
+    of.engine.pause("a", 0, True)
+    of.submit(request("b", prompt(200, 7), greedy(4), tenant="b"))
+    while of.answers["b", 0].finished is None:
+        of.step()
+    assert of.engine.preemptions == 1
+    of.engine.pause("a", 0, False)
+    later = [f"{tenant}{i}" for i in range(10) for tenant in "ab"]
+    of.submit(*(request(name, prompt(4, i), greedy(4), tenant=name[0]) for i, name in
+                enumerate(later)))  # fmt: skip
+    while sum(of.answers[name, 0].finished is not None for name in later) < 10:
+        of.step()
+    served = [name[0] for name in later if of.answers[name, 0].finished is not None]
+    assert 4 <= served.count("a") <= 6
+
+
 def test_a_prefix_that_a_paused_one_was_computing_is_not_waited_for() -> None:
     of = scene(prefill_chunk=32)
     of.submit(request("first", prompt(200), greedy(5)))

@@ -80,12 +80,10 @@ class Batcher:
         return [*self._queue, *self._paused]
 
     def add(self, sequence: Sequence) -> None:
-        """It waits from now on. What it costs is what it has to compute; what it then commits is
-        charged as it comes."""
-        self._wait(sequence, sequence.state.uncomputed)
-
-    def _wait(self, sequence: Sequence, cost: int) -> None:
-        request = sequence.state.request
+        """It waits from now on. What it costs is what it has to compute, once: later it waits only
+        because its blocks were taken. What it commits is charged as it comes."""
+        request, came_in = sequence.state.request, sequence.state.cached is not None
+        cost = 0 if came_in else sequence.state.uncomputed
         self._queue.push(
             request.tenant, cost, sequence, request.priority, arrival=sequence.state.arrival
         )
@@ -173,13 +171,17 @@ class Batcher:
         return [sequence for sequence in self.running if not sequence.paused]
 
     def _attach(self, sequence: Sequence) -> bool:
-        """Blocks for a sequence that starts, those of paused ones if need be."""
-        while not self._cache.attach(sequence):
-            paused = [other for other in self.running if other.paused]
-            if not paused:
-                return False
-            self._preempt(max(paused, key=rank))
-        return True
+        """Blocks for a sequence that starts, those of paused ones if that helps."""
+        if self._cache.attach(sequence):
+            return True
+        paused = sorted((other for other in self.running if other.paused), key=rank)
+        if not self._cache.fits_without(paused, sequence):
+            return False
+        while paused:
+            self._preempt(paused.pop())
+            if self._cache.attach(sequence):
+                return True
+        return False
 
     def _next_block(self, sequence: Sequence) -> bytes | None:
         """Name of the first block that the sequence has still to compute, if it fills one."""
@@ -217,7 +219,7 @@ class Batcher:
         if sequence.paused:
             self._paused[sequence] = None
         else:
-            self._wait(sequence, 0)  # charged when it came in, and for what it committed
+            self.add(sequence)
 
     def _with_draft_room(self, items: list[Item]) -> list[Item]:
         """Give each draft in hand room in tokens and blocks, first come first served."""

@@ -82,6 +82,10 @@ class BlockPool:
         self._references[block] = 1
         return block
 
+    def references(self, block: int) -> int:
+        """How many own it."""
+        return self._references[block]
+
     def share(self, block: int) -> None:
         """One more owner of a cached or owned block."""
         self._idle.pop(block, None)

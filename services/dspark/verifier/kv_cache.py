@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import numpy as np
 
 from dspark.models.targets.backend import Backend
@@ -55,6 +58,14 @@ class KVCache:
         if state.cached is None:
             state.cached = state.computed
         return True
+
+    def fits_without(self, others: Iterable[Sequence], sequence: Sequence) -> bool:
+        """Whether a sequence could be attached if others let all their blocks go."""
+        pool, theirs = self.pool, Counter(block for other in others for block in other.blocks)
+        freed = sum(pool.references(block) == count for block, count in theirs.items())
+        match = pool.match(sequence.state.ids[:-1], sequence.feature_id)
+        kept = sum(pool.references(block) > theirs[block] for block in match.blocks)
+        return self._blocks_for(len(sequence.state.ids)) - kept <= pool.available + freed
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         """Make room for `tokens` tokens in all; False, and nothing changed, if there is none."""
