@@ -212,7 +212,7 @@ class StepPlanner:
         among = [sequences[i] for i in joint]
         bypassed = [self._guidance.bypasses(s.state.request.tenant) for s in among]
         chosen = askers(
-            [np.nan if s.saving_s is None else s.saving_s for s in among],
+            [s.expected_saving_s for s in among],
             costs,
             hidden_s,
             unasked=[s.rounds_unasked + 1 for s in among],

@@ -75,10 +75,11 @@ class Sequence:
     draft session now; checkpoint: whose drafts were asked for last. sent: first position that this
     session has not been told of. asked: the round under way; while there is one it is in no step.
 
-    saving_s: running mean of the seconds a round's draft saved, None before the first one;
-    verifies, gains: of draft tokens that a round verified, and that were expected to stand.
-    rounds_unasked: rounds since a draft was last asked for. paused_at: since when its reader cannot
-    keep up, on the engine's clock; None while it runs. trace: None unless it is traced.
+    saving_s: running mean of the seconds a round's draft saved, None before the first one; misses:
+    rounds before that in which one was asked for and none came. verifies, gains: of draft tokens
+    that a round verified, and that were expected to stand. rounds_unasked: rounds since a draft was
+    last asked for. paused_at: since when its reader cannot keep up, on the engine's clock; None
+    while it runs. trace: None unless it is traced.
     """
 
     state: SequenceState
@@ -97,6 +98,7 @@ class Sequence:
     sent: int = 0
     asked: Asked | None = None
     saving_s: float | None = None
+    misses: int = 0
     verifies: float | None = None
     gains: float | None = None
     rounds_unasked: int = 0
@@ -120,7 +122,20 @@ class Sequence:
     def forget_worth(self) -> None:
         """Another drafter drafts for it: what the last one's drafts were worth says nothing."""
         self.saving_s = self.verifies = self.gains = None
+        self.misses = 0
 
     def saved_nothing(self) -> None:
         """A draft was asked for, and none came that could be used."""
-        self.saving_s = running_mean(self.saving_s, 0.0)
+        if self.saving_s is None:
+            self.misses += 1
+        else:
+            self.saving_s = running_mean(self.saving_s, 0.0)
+
+    @property
+    def expected_saving_s(self) -> float:
+        """NaN: to be asked for because nobody knows what its drafts are worth. While none at all
+        has come each try is twice as far from the last: prompt lookup finds nothing at first, a
+        drafter that is broken never has anything."""
+        if self.saving_s is not None:
+            return self.saving_s
+        return np.nan if self.rounds_unasked + 1 >= 2 ** min(self.misses, 32) else 0.0
