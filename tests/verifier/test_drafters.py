@@ -13,6 +13,7 @@ from dspark.core.errors import ConfigError, InvalidRequest, ModelError
 from dspark.core.requests import Speculation
 from dspark.models.targets.features import FeatureProjection
 from dspark.verifier.drafters import Drafters, Promise
+from dspark.verifier.versions import KEEP_S
 
 from .remote import PROJECTION, Fate, RemoteScene, ScriptedLink, World, adopt, after, remote_scene
 from .toy import ScriptedDrafter, greedy, history_rule, lookup, oracle, request, target_only
@@ -229,7 +230,26 @@ def test_the_same_projection_keeps_hits_across_versions() -> None:
     assert not of.engine.desk.faults
 
 
-def test_what_nobody_reads_any_more_is_forgotten() -> None:
+def test_a_drafter_that_restarts_finds_its_features_cached() -> None:
+    """Also those of a request that was under way. Meanwhile none are made."""
+    of, world = scene()
+    take(of, "d0", version(world, OLD, "old"), OLD)
+    of.ask(request("a", [5, 3, 8, 1] * 8, greedy(20)))
+    (before,) = of.ask(request("b", [5, 3, 8, 1] * 8, greedy(20)))
+    assert before.commits[0].cached_tokens >= 31
+    of.engine.dismiss("d0")
+    of.ask(request("plain", [5, 3, 8, 1] * 9, greedy(20)))
+    assert not of.engine.versions.made(OLD.feature_id)
+    take(of, "d0", version(world, OLD, "old"), OLD)
+    (after_,) = of.ask(request("c", [5, 3, 8, 1] * 8, greedy(20)))
+    assert after_.commits[0].cached_tokens == before.commits[0].cached_tokens
+    assert not of.engine.desk.faults
+    assert after_.ids == before.ids
+
+
+@pytest.mark.parametrize("why", ["time", "another"])
+def test_what_nobody_reads_any_more_is_forgotten(why: str) -> None:
+    """In some minutes, or when another version wants the room."""
     of, world = scene()
     take(of, "d0", version(world, OLD, "old"), OLD)
     features = of.engine.cache.features
@@ -240,7 +260,15 @@ def test_what_nobody_reads_any_more_is_forgotten() -> None:
     assert of.engine.versions.made(OLD.feature_id), "a sequence still has them"
     of.drain()
     assert not of.engine.versions.made(OLD.feature_id)
-    assert features.widths() == {}
+    assert set(features.widths()) == {OLD.feature_id}
+    if why == "time":
+        world.now += KEEP_S
+        of.step()
+        assert features.widths() == {}
+    else:
+        take(of, "d2", version(world, NEW, "new"), NEW)
+        assert set(features.widths()) == {NEW.feature_id}
+        of.engine.dismiss("d2")
     # What was cached with them serves tokens; they are not taken for features when it comes back.
     take(of, "d1", version(world, OLD, "old"), OLD)
     (answer,) = of.ask(request("c", [5, 3, 8, 1] * 8, greedy(20)))
@@ -313,5 +341,7 @@ def test_drafters_come_and_go_at_random() -> None:
     assert of.engine.preemptions > 0
     for name in list(links):
         of.engine.dismiss(name)
+    world.now += KEEP_S
+    of.step()
     assert of.engine.cache.features.widths() == {}
     assert list(of.engine.drafters) == ["ngram"]

@@ -95,7 +95,7 @@ class Engine:
             faults,
             answers,
         )
-        self.versions = Versions(backend, self.cache, self.drafters)
+        self.versions = Versions(backend, self.cache, self.drafters, clock)
         self.pacing = Pacing(cost, self.desk, self.drafters, clock)
         self._asking = Asking(self.desk, self.drafters, self.pacing, config.prefill_chunk)
         self.patience = 0.0
@@ -217,6 +217,7 @@ class Engine:
         committed and what ended since the last call. Never waits itself."""
         clock = Stopwatch()
         self._end_what_is_over()
+        self.versions.tidy()
         self._account_for_waiting()
         self.desk.collect()
         self._batcher.set_shares(self.guidance.shares)
@@ -433,8 +434,8 @@ class Engine:
         self.drafters.add(name, link, bell)
 
     def dismiss(self, name: str) -> None:
-        """A drafter is gone: its rounds go on plainly, its sequences elsewhere. What nobody reads
-        any more is forgotten."""
+        """A drafter is gone: its rounds go on plainly, its sequences elsewhere. Features that
+        nobody reads any more are not made any more."""
         self.desk.lose(name)
         self.drafters.remove(name)
         self._retire_features()

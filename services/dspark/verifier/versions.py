@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from dspark.core.drafts import DrafterCard
 from dspark.core.errors import ModelError
@@ -11,16 +11,30 @@ from dspark.models.targets.features import FeatureProjection
 from dspark.verifier.drafters import Drafters
 from dspark.verifier.kv_cache import KVCache
 
+# Seconds that features are kept which nobody reads: a drafter that restarts is back before, and
+# what it read is worth a prefill of all that is cached.
+KEEP_S = 300.0
+
 
 class Versions:
     """Those of drafters in this process are there from the start and for good; whoever made the
-    backend has loaded their projections. Others come with the links that read them."""
+    backend has loaded their projections. Others come with the links that read them; once nobody
+    reads them no more are made, and those that are cached are kept for KEEP_S, or until another
+    version wants the room. clock: seconds."""
 
-    def __init__(self, backend: Backend, cache: KVCache, drafters: Drafters) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        cache: KVCache,
+        drafters: Drafters,
+        clock: Callable[[], float],
+    ) -> None:
         self._backend = backend
         self._cache = cache
         self._drafters = drafters
+        self._clock = clock
         self._adopted: set[str] = set()
+        self._unread: dict[str, float] = {}  # cached, by since when
         for drafter in drafters.values():
             self._open(drafter.card)
 
@@ -41,14 +55,27 @@ class Versions:
                 raise ModelError(f"projection: {given} is not that of the card {card.feature_id!r}")
             self._backend.load_projection(projection)
             self._adopted.add(card.feature_id)
+            self._unread.pop(card.feature_id, None)
+            self._forget(self._unread)
         self._open(card)
 
     def retire(self, kept: Collection[str]) -> None:
-        """Forget those that came with a link and that no drafter reads any more. kept: that
-        sequences have been promised."""
+        """Make no more of those that came with a link and that no drafter reads any more. kept:
+        that sequences have been promised."""
         if not self._adopted:
             return
         for feature_id in self._adopted - self._drafters.feature_ids() - set(kept):
             self._adopted.discard(feature_id)
             self._backend.unload_projection(feature_id)
+            self._unread[feature_id] = self._clock()
+
+    def tidy(self) -> None:
+        """Forget those that have been unread for too long."""
+        if self._unread:
+            now = self._clock()
+            self._forget(f for f, since in self._unread.items() if now - since >= KEEP_S)
+
+    def _forget(self, feature_ids: Iterable[str]) -> None:
+        for feature_id in list(feature_ids):
+            del self._unread[feature_id]
             self._cache.forget_features(feature_id)
