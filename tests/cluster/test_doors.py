@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dspark.cli.main import main
 from dspark.core.errors import ConfigError, Unavailable
 from dspark.deploy.ray.doors import KeeperDoor, RestDoor, auth_token
 
@@ -18,7 +19,8 @@ TOKEN = "sesame-sesame"
 
 
 class Dashboard(BaseHTTPRequestHandler):
-    put: dict[str, Any]
+    applications: dict[str, Any]
+    asked: list[str]
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -33,19 +35,40 @@ class Dashboard(BaseHTTPRequestHandler):
         elif self.command == "PUT" and json.loads(body) == {"bad": True}:
             status, said = 400, b"Traceback ...\nValueError: what is bad"
         elif self.command == "GET":
-            said = b'{"applications": {}}'
+            said = json.dumps({"applications": self.applications}).encode()
+        elif self.command == "PUT":
+            self._deploy({one["name"]: one for one in json.loads(body)["applications"]})
+        elif self.command == "DELETE":
+            self.applications.clear()
+        self.asked.append(self.command)
         self.send_response(status)
         self.end_headers()
         self.wfile.write(said)
 
     do_GET = do_PUT = do_DELETE = _answer  # noqa: N815
 
+    def _deploy(self, wanted: dict[str, Any]) -> None:
+        """As Serve: what was begun by a program, not by a configuration, stays."""
+        for name in list(self.applications):
+            if name not in wanted and self.applications[name]["deployed_app_config"] is not None:
+                del self.applications[name]
+
     def log_message(self, *_: object) -> None:
         return
 
 
+def application(name: str, *, declared: bool = True) -> dict[str, Any]:
+    config = {"name": name, "import_path": "x:y", "deployments": [{"name": name}]}
+    return {
+        "status": "RUNNING",
+        "deployed_app_config": config if declared else None,
+        "deployments": {},
+    }
+
+
 @pytest.fixture
 def dashboard() -> Iterator[str]:
+    Dashboard.applications, Dashboard.asked = {}, []
     with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -61,6 +84,31 @@ def test_the_right_token(dashboard: str) -> None:
     door.close(force=False, told=lambda _: None)
     with pytest.raises(ConfigError, match="refuses this configuration: ValueError: what is bad"):
         door.put({"bad": True})
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("declared", [False, True])
+def test_applications_of_others_outlive_ours(
+    dashboard: str, monkeypatch: pytest.MonkeyPatch, force: bool, declared: bool
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    pools = ("scheduler", "gateway", "verifier", "drafter")
+    Dashboard.applications |= {name: application(name) for name in pools}
+    Dashboard.applications["other"] = application("other", declared=declared)
+    assert main(["down", "--address", dashboard, *(["--force"] if force else [])]) == 0
+    assert set(Dashboard.applications) == {"other"}
+    assert "DELETE" not in Dashboard.asked
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_where_nobody_else_has_any_serve_ends(
+    dashboard: str, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    Dashboard.applications["gateway"] = application("gateway")
+    Dashboard.applications["gone"] = {**application("gone"), "status": "DELETING"}
+    assert main(["down", "--address", dashboard, *(["--force"] if force else [])]) == 0
+    assert Dashboard.asked[-1] == "DELETE"
 
 
 def test_a_wrong_token_or_none_is_a_line(dashboard: str) -> None:

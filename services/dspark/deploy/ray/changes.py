@@ -16,10 +16,10 @@ from dspark.core.errors import (
     Unavailable,
 )
 from dspark.deploy.pools import POOLS
-from dspark.deploy.ray.doors import Door
+from dspark.deploy.ray.doors import Door, whole
 from dspark.deploy.ray.observed import SeenPool, deployed, seen
 from dspark.deploy.ray.resources import check_room
-from dspark.deploy.ray.serve_config import FAREWELL_S, LOGGING
+from dspark.deploy.ray.serve_config import FAREWELL_S
 
 # Seconds between two looks, and between two lines about the same wait.
 LOOK_S, LINE_S = 0.2, 10.0
@@ -137,13 +137,7 @@ def take_down(door: Door, patience: Patience) -> None:
 
 
 def put(door: Door, applications: Mapping[str, Any]) -> None:
-    door.put(
-        {
-            "proxy_location": "Disabled",
-            "logging_config": dict(LOGGING),
-            "applications": list(applications.values()),
-        }
-    )
+    door.put(whole(applications))
 
 
 def pool_of(pools: Mapping[str, SeenPool], name: str) -> SeenPool:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dspark.core.errors import ConfigError, DsparkError, Unavailable
+from dspark.deploy.pools import POOLS
+from dspark.deploy.ray.observed import deployed
+from dspark.deploy.ray.serve_config import LOGGING
 
 # Seconds for one answer; the controller answers in milliseconds, on a busy machine in a second.
 ANSWER_S = 30.0
@@ -97,7 +100,20 @@ class RestDoor:
         self._call("PUT", json.dumps(config).encode())
 
     def close(self, *, force: bool, told: Callable[[str], None]) -> None:
-        self._call("DELETE")
+        """Remove the pools, and end Serve where nobody else has an application on it: what puts
+        nothing at all would leave its processes behind, and what deletes takes all there is."""
+        details = self.details()
+        others = [
+            name
+            for name, application in (details.get("applications") or {}).items()
+            if name not in POOLS and application["status"] != "DELETING"
+        ]
+        if not others:
+            self._call("DELETE")
+            return
+        told(f"Serve stays, for what else runs there: {', '.join(others)}")
+        stay = {name: one for name, one in deployed(details).items() if name not in POOLS}
+        self.put(whole(stay))
 
     def _call(self, method: str, body: bytes | None = None) -> bytes:
         request = urllib.request.Request(self._address + APPLICATIONS, body, method=method)
@@ -128,6 +144,15 @@ class RestDoor:
         if error.code == 400:
             return ConfigError(f"Ray at {self._address} refuses this configuration: {said}")
         return Unavailable(f"Ray at {self._address}: {error.code}: {said}")
+
+
+def whole(applications: Mapping[str, Any]) -> dict[str, Any]:
+    """What should be deployed, for `Door.put`: these and no others."""
+    return {
+        "proxy_location": "Disabled",
+        "logging_config": dict(LOGGING),
+        "applications": list(applications.values()),
+    }
 
 
 def auth_token(environment: Mapping[str, str] = os.environ) -> str | None:
