@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,18 @@ def test_profile_measures_and_says_on_what(dspark: Run, checkpoint: Path) -> Non
     assert facts["threads"] >= 1
     cost = StepCost.from_json(json.dumps(facts["step_cost"]))
     assert (cost.tokens[0], cost.tokens[-1]) == (1, 512)
+
+
+def test_profile_says_what_it_measured(dspark: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Not what was asked for, where that does not fit the model."""
+    other = tmp_path / "gelu"
+    shutil.copytree(checkpoint, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    asked = ("profile", "--model", other, "--backend", "native", "--dtype", "int8", "--cached")
+    facts = dspark(*asked, "--json").answer
+    assert (facts["backend"], facts["dtype"]) == ("transformers", "float32")
+    assert "transformers, float32 on cpu" in dspark(*asked).out
 
 
 def test_profile_for_people(dspark: Run, checkpoint: Path) -> None:

@@ -3,6 +3,8 @@ what a step costs here does not depend on the machine."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -239,6 +241,24 @@ def test_a_value_that_is_not_served(field: str, value: object) -> None:
 def test_a_policy_that_is_none() -> None:
     with pytest.raises(InvalidRequest, match=r"^verify: 'sometimes' must be"):
         TargetConfig(engine=EngineConfig(verify="sometimes"))
+
+
+def test_where_the_native_backend_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
+    """A command goes on with the other one and says what it runs; a replica does not, as the others
+    of its pool would go on with its answers in other arithmetic."""
+    other = tmp_path / "gelu"
+    shutil.copytree(checkpoint, other)
+    facts = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**facts, "hidden_act": "gelu"}))
+    engine = EngineConfig(max_step_tokens=64)
+    config = TargetConfig(str(other), backend="native", dtype="int8", engine=engine)
+    loaded = Start(config)()
+    assert (loaded.config.backend, loaded.config.dtype) == ("transformers", "float32")
+    assert loaded.backend.name == "transformers-float32-cpu"
+    with pytest.raises(
+        ModelError, match=r"^backend: the native one does not serve here: hidden_act"
+    ):
+        load(config, exact=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

@@ -26,12 +26,13 @@ from dspark.core.errors import (
     Unavailable,
 )
 from dspark.core.leases import Lease, LeaseRequest
-from dspark.core.replicas import Member, Pool, Replica
+from dspark.core.replicas import Member, Pool, Replica, VerifierCard
 from dspark.core.requests import (
     Committed,
     Event,
     Finished,
     FinishReason,
+    Limits,
     Request,
     SpeculationFigures,
     Usage,
@@ -59,7 +60,7 @@ from ..scheduling.cluster import (
 )
 from ..scheduling.door import Door, Mode
 from ..verifier.served import begun, error_of, rest_of
-from ..verifier.toy import Answer, ToyBackend, greedy, request, target_only
+from ..verifier.toy import Answer, ToyBackend, greedy, history_rule, request, target_only
 from .test_verifier_client import free_port
 
 PROMPT = (1, 2, 3)
@@ -240,6 +241,12 @@ async def test_what_ran_on_a_killed_verifier_goes_on_elsewhere(store: MemoryStor
         await nothing_left(store, front, *verifiers)
 
 
+async def ids_into(told: list[Committed], events: AsyncGenerator[Event, None]) -> None:
+    async for event in events:
+        assert isinstance(event, Committed)
+        told.append(event)
+
+
 def on(front: Gateway, verifier: str) -> int:
     """How many runs are on a verifier."""
     return sum(lease.verifier.replica_id == verifier for lease in front.target.leases())
@@ -406,13 +413,12 @@ async def test_a_gateway_that_stops_ends_its_runs_and_gives_back_its_leases(
 
 
 class Scripted:
-    """A scheduler that answers as it is told, and verifiers that do."""
+    """A scheduler that answers as it is told, and verifiers that do. Each is "v1", or "v1:int8"
+    with the backend that it has."""
 
     def __init__(self, *verifiers: str) -> None:
         self.lists: asyncio.Queue[tuple[Member, ...]] = asyncio.Queue()
-        self.lists.put_nowait(
-            tuple(Member(Pool.VERIFIER, Replica(name, name, 1)) for name in verifiers)
-        )
+        self.lists.put_nowait(tuple(map(scripted_member, verifiers)))
         self.says: Callable[[LeaseRequest], Lease] = granted
         self.asked: list[LeaseRequest] = []
         self.released: list[str] = []
@@ -434,6 +440,12 @@ class Scripted:
         return Verifier(self, replica.replica_id)
 
 
+def scripted_member(name: str) -> Member:
+    name, _, backend = name.partition(":")
+    card = VerifierCard("toy", "toy", "t", backend or "toy", Limits(V, 4096, 4096), 16, 8, 8)
+    return Member(Pool.VERIFIER, Replica(name, name, 1), card)
+
+
 class Verifier:
     def __init__(self, of: Scripted, name: str) -> None:
         self._of, self._name = of, name
@@ -452,7 +464,7 @@ class Verifier:
 
 def granted(asked: LeaseRequest) -> Lease:
     """The first that has not just failed."""
-    names = [n for n in ("v1", "v2") if n not in asked.exclude]
+    names = [n for n in ("v1", "v2", "v3") if n not in asked.exclude]
     if not names:
         raise Unavailable("every verifier has just failed the request")
     name = names[0]
@@ -597,6 +609,75 @@ async def test_each_attempt_asks_for_what_is_left_and_names_who_failed() -> None
         assert (one.lease, one.epoch) == (lease_id("a/0", first.attempt), 1)
         assert two.committed_ids == (5, 6)
         await until(lambda: len(of.released) == 2)
+
+
+async def test_only_the_target_that_an_answer_began_on_goes_on_with_it() -> None:
+    """In what it computes too: v2 has the same weights and rounds them otherwise."""
+    async with AsyncExitStack() as stack:
+        of, target = await scripted(stack, "v1:int8", "v2:float32", "v3:int8")
+        of.script = lambda name, asked: (
+            [commit(0, 5), finished(asked, Unavailable("lost"))]
+            if name == "v1"
+            else [commit(1, 6), finished(asked)]
+        )
+        assert await ids_of(target, request("a", PROMPT, greedy(9))) == [5, 6]
+        assert [name for name, _ in of.runs] == ["v1", "v3"]
+        of.says = refusing(Unavailable("its store is away"))  # and where we choose
+        of.runs.clear()
+        of.script = lambda name, asked: [
+            commit(len(asked.committed_ids), 7),
+            finished(asked, Unavailable("lost") if len(asked.committed_ids) < 9 else None),
+        ]
+        await ids_of(target, request("b", PROMPT, greedy(10)))
+        assert {name for name, _ in of.runs} in ({"v1", "v3"}, {"v2"})
+
+
+async def test_a_verifier_that_we_have_not_heard_of_does_not_go_on_with_an_answer() -> None:
+    """The scheduler may name one before it is in the list: nothing says what it serves."""
+    async with AsyncExitStack() as stack:
+        of, target = await scripted(stack, "v1")
+        of.script = lambda name, asked: (
+            [commit(0, 5), finished(asked, Unavailable("lost"))]
+            if name == "v1"
+            else [commit(1, 6), finished(asked)]
+        )
+        events = target.run(request("a", PROMPT, greedy(9)))
+        first = await begun(events)
+        of.lists.put_nowait((scripted_member("v9:other"),))
+        await until(of.lists.empty)
+        rest = asyncio.create_task(rest_of(events, [first]))
+        await until(lambda: len(of.asked) > 2)
+        assert [name for name, _ in of.runs] == ["v1"]
+        await until(lambda: len(of.released) > 1)  # nobody keeps a lease on it
+        of.lists.put_nowait((scripted_member("v2"),))
+        assert (await rest).ids == [5, 6]
+        assert [name for name, _ in of.runs] == ["v1", "v2"]
+
+
+async def test_an_answer_ends_where_only_other_weights_are_left(store: MemoryStore) -> None:
+    """As after `dspark up -f` with new weights under the same name: what was said stays, and
+    nothing of another target follows it. No status that a client would come again for."""
+    asked = request("a", PROMPT, greedy(LONG))
+    whole = text(asked, LONG)
+    other = ToyBackend(history_rule(V, seed=1), V)
+    other.target_id = "other"
+    async with Door("") as door, scheduling(store) as served, AsyncExitStack() as stack:
+        v1 = await stack.enter_async_context(
+            verifying(roomy(), served.address, name="v1", reached_at=door.address)
+        )
+        assert v1.server is not None
+        door.to = v1.server.address
+        front = await stack.enter_async_context(gateway(served.address, search_s=0.5))
+        await all_known(front, served, 1)
+        events = front.target.run(asked)
+        told = [await begun(events)]
+        await stack.enter_async_context(verifying(roomy(other), served.address, name="v2"))
+        await all_known(front, served, 2)
+        cut(door)
+        with pytest.raises(ModelError, match="began on is not served any more"):
+            await ids_into(told, events)
+        said = [id for commit in told for id in commit.ids]
+        assert said == whole[: len(said)] != whole
 
 
 async def test_a_token_out_of_its_place_never_reaches_the_reader() -> None:

@@ -148,7 +148,11 @@ def evaluate(
         {
             "name": name or card.drafter_id,
             "drafter": {"id": card.drafter_id, "kind": card.kind, "gamma": card.gamma},
-            "target": {"name": target, "target_id": opened.backend.target_id, "dtype": dtype},
+            "target": {
+                "name": target,
+                "target_id": opened.backend.target_id,
+                "dtype": opened.config.dtype,
+            },
             "candidates": candidates,
             "mode": sampled,
             "max_tokens": max_tokens,

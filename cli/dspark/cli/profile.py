@@ -38,12 +38,12 @@ def profile(
 
     config = TargetConfig(model=model, backend=backend, dtype=dtype, device=device, threads=threads)
     loaded = load_with_progress(config, profile=not cached)
-    cost, limits = loaded.cost, _limits(loaded.backend)
+    cost, limits, ran = loaded.cost, _limits(loaded.backend), loaded.config
     if as_json:
         facts = {
             "model": model,
-            "backend": backend,
-            "dtype": dtype,
+            "backend": ran.backend,
+            "dtype": ran.dtype,
             "device": device,
             "hardware": loaded.hardware,
             "threads": loaded.threads,
@@ -56,7 +56,8 @@ def profile(
         return
     out = Console(highlight=False, markup=False, emoji=False)
     out.print(
-        f"{model}, {backend}, {dtype} on {device}, {loaded.threads} threads, {loaded.hardware}"
+        f"{model}, {ran.backend}, {ran.dtype} on {device}, {loaded.threads} threads, "
+        f"{loaded.hardware}"
     )
     table = Table("B", "ms", "ms a token", title="one sequence, B tokens")
     for tokens, seconds in zip(cost.tokens, cost.table_s, strict=True):

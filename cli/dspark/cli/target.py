@@ -39,7 +39,7 @@ class Target:
         self.tensors = TargetTensors.of(loaded)
         # The backend takes the linear layers' weights apart: hashes before it.
         self.embedding_hash = self.tensors.embedding_hash
-        self.backend = open_backend(self.config, loaded, Progress(line=say))
+        self.config, self.backend = open_backend(self.config, loaded, Progress(line=say))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dspark.core.config import EngineConfig
-from dspark.core.errors import ConfigError
+from dspark.core.errors import ConfigError, ModelError
 from dspark.core.replicas import VerifierCard
 from dspark.models import load_target, resolve
 from dspark.models.cache import default_cache
@@ -98,8 +98,9 @@ class TargetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine ready to run on `backend`, and the words to talk to it. layers: of the target.
-    profiled: the cost was measured now. hardware, threads: what it was measured on."""
+    """An engine ready to run on `backend`, and the words to talk to it. config: as it came to be,
+    see `open_backend`. layers: of the target. profiled: the cost was measured now. hardware,
+    threads: what it was measured on."""
 
     engine: Engine
     backend: Backend
@@ -126,9 +127,11 @@ def load(
     progress: Progress | None = None,
     *,
     profile: bool = False,
+    exact: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Loaded:
-    """Resolve, load and profile. profile: measure the step cost even if it is cached.
+    """Resolve, load and profile. profile: measure the step cost even if it is cached. exact: see
+    `open_backend`.
 
     Raises ModelError, and ConfigError for a KV cache beyond the memory there is.
     """
@@ -149,7 +152,7 @@ def load(
     layers = int(model.config.get_text_config().num_hidden_layers)
     # Before the backend lays the weights out anew.
     tensors = None if config.has_plain_drafter else TargetTensors.of(model)
-    backend = open_backend(config, model, progress)
+    config, backend = open_backend(config, model, progress, exact=exact)
     if config.device == "cpu":
         machine, free = hardware(), free_bytes()
     else:
@@ -198,9 +201,15 @@ def verifier_card(loaded: Loaded, model: str) -> VerifierCard:
     )
 
 
-def open_backend(config: TargetConfig, model: PreTrainedModel, progress: Progress) -> Backend:
+def open_backend(
+    config: TargetConfig, model: PreTrainedModel, progress: Progress, *, exact: bool = False
+) -> tuple[TargetConfig, Backend]:
     """The backend a configuration names, or transformers in float32 where the native one does not
-    fit the model or the machine: one line says why. Raises ModelError."""
+    fit the model or the machine: one line says why, and the configuration that comes back names it.
+
+    exact: nothing may serve in its place. Replicas of a pool go on with each other's answers, which
+    needs the same arithmetic. Raises ModelError.
+    """
     from dspark.models.targets.transformers import TransformersBackend
 
     if config.backend == "native":
@@ -215,10 +224,14 @@ def open_backend(config: TargetConfig, model: PreTrainedModel, progress: Progres
         shelf = Shelf(default_cache() / "native" / "weights")
         options = NativeOptions(precision=config.dtype, threads=config.threads, shelf=shelf)
         try:
-            return open_native(model, config.engine.block_size, options, progress.line)
+            native = open_native(model, config.engine.block_size, options, progress.line)
+            return config, native
         except NativeUnavailable as why:
+            if exact:
+                raise ModelError(f"backend: the native one does not serve here: {why}") from why
             progress.line(f"the native backend does not serve here, transformers does: {why}")
-    return TransformersBackend(model, config.engine.block_size)
+        config = replace(config, backend="transformers", dtype=config.weights_dtype)
+    return config, TransformersBackend(model, config.engine.block_size)
 
 
 def make_engine(

@@ -17,6 +17,7 @@ from dspark.core.errors import (
     DeadlineExceeded,
     DsparkError,
     InvalidRequest,
+    ModelError,
     NotFound,
     Overloaded,
     Unavailable,
@@ -47,6 +48,9 @@ TIDY_S = 0.05
 
 # The scheduler's word on a request; any other error says something of the scheduler only.
 REFUSALS = (Overloaded, DeadlineExceeded, InvalidRequest, NotFound)
+
+# (target_id, backend): verifiers that agree in both go on as if they had begun.
+Maker = tuple[str, str]
 
 
 class Dispatch:
@@ -121,17 +125,20 @@ class Dispatch:
 
     async def run(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one choice, the last one `Finished`; a lost verifier shows in none of them.
-        Raises what the scheduler says of a request that it does not take, and Unavailable."""
+        Raises what the scheduler says of a request that it does not take, Unavailable, and
+        ModelError where nobody serves any more what the answer began on."""
         committed = list(request.committed_ids)
         earlier = SpeculationFigures()
         failed: set[str] = set()
         replay = losses = 0
+        made_by: Maker | None = None
         since = self._clock()
         trace = sampled(request.traceparent) if self._tracer is not None else None
         while losses < MOST_LOSSES:
             attempt = request.attempt * REPLAYS_PER_ATTEMPT + replay
             this = replace(request, attempt=attempt, committed_ids=tuple(committed))
-            lease = await self._place(this, failed, since + self._search_s, trace, first=not replay)
+            give_up = since + self._search_s
+            lease = await self._place(this, failed, give_up, trace, made_by, first=not replay)
             lost = Unavailable("it did not say how its run ended")
             figures, sent, had = SpeculationFigures(), False, len(committed)
             with self._span("run", this, trace) as span:
@@ -155,6 +162,7 @@ class Dispatch:
                             if event.index != len(committed):
                                 lost = Unavailable(f"token {event.index} came for {len(committed)}")
                                 break
+                            made_by = made_by or self._maker(lease.verifier.replica_id)
                             committed += event.ids
                             figures += event.speculation
                             yield event
@@ -165,6 +173,9 @@ class Dispatch:
                     self._leave(lease)
                 span.error = error_type(lost)
             if len(committed) > had:
+                made_by = made_by or self._maker(lease.verifier.replica_id)
+                if made_by is None:  # it came and went before we were told of it
+                    raise ModelError(f"what the answer began on is lost, and not known: {lost}")
                 since, losses = self._clock(), 0
                 failed.clear()
             earlier += figures
@@ -189,13 +200,16 @@ class Dispatch:
         failed: set[str],
         give_up: float,
         trace: TraceContext | None,
+        made_by: Maker | None,
         *,
         first: bool,
     ) -> Lease:
         """A lease, or a verifier of our own choice if no scheduler answers. Waits a while for the
-        first to appear. first: it was not accepted yet."""
+        first to appear. made_by: what the answer began on, which alone may go on with it; None if
+        it did not begin. first: it was not accepted yet."""
         with self._span("lease", request, trace) as span:
-            lease = await self._found(request, failed, give_up, span.traceparent, first=first)
+            above = span.traceparent
+            lease = await self._found(request, failed, give_up, above, made_by, first=first)
             span.attributes["dspark.verifier"] = lease.verifier.replica_id
             span.attributes["dspark.by_scheduler"] = bool(lease.lease_id)
         self._running[lease.verifier.replica_id] += 1
@@ -207,14 +221,17 @@ class Dispatch:
         failed: set[str],
         give_up: float,
         traceparent: str,
+        made_by: Maker | None,
         *,
         first: bool,
     ) -> Lease:
         while True:
             if self._closed:
                 raise Unavailable("this gateway is stopping")
+            others = self._others(made_by)
             try:
-                lease = await self._acquire(request, failed, traceparent)
+                lease = await self._acquire(request, failed | others, traceparent)
+                self._check(lease, made_by)
                 self._leases[lease.lease_id] = lease
                 self.leased += 1
                 return lease
@@ -222,11 +239,14 @@ class Dispatch:
                 if isinstance(error, REFUSALS) and (first or not self._goes_on(request, error)):
                     raise
                 why = error
-            chosen = self._choose(failed)
+            chosen = self._choose(failed | others)
             if chosen is not None:
                 self.local += 1
                 return Lease("", request.request_id, request.tenant, chosen, 0, 0)
             if self._clock() >= give_up:
+                if others:  # and clients may not come again with what they have of it
+                    told = "the target that the answer began on is not served any more"
+                    raise ModelError(f"{told}: {why}")
                 raise Unavailable(f"no verifier is there: {why}")
             if request.deadline is not None and self._clock() >= request.deadline:
                 raise DeadlineExceeded("the deadline passed before a verifier was there")
@@ -247,6 +267,29 @@ class Dispatch:
         except BaseException:  # it may have been given all the same, to nobody
             self._over.append(lease_id(asked.request_id, asked.attempt))
             raise
+
+    def _check(self, lease: Lease, made_by: Maker | None) -> None:
+        """Raises Unavailable for one that may not go on: the scheduler knows of verifiers that we
+        have not heard of yet."""
+        name = lease.verifier.replica_id
+        if made_by is not None and self._maker(name) != made_by:
+            self._over.append(lease.lease_id)
+            raise Unavailable(f"verifier {name} is not known to serve what the answer began on")
+
+    def _maker(self, replica_id: str) -> Maker | None:
+        """None while it is not known."""
+        for member in self.members:
+            card = member.card
+            if member.replica.replica_id == replica_id and isinstance(card, VerifierCard):
+                return card.target_id, card.backend
+        return None
+
+    def _others(self, made_by: Maker | None) -> set[str]:
+        """Verifiers that would not go on as if they had begun."""
+        if made_by is None:
+            return set()
+        names = (member.replica.replica_id for member in self.members)
+        return {name for name in names if self._maker(name) != made_by}
 
     def _asked(self, request: Request, failed: Collection[str]) -> LeaseRequest:
         room = request.sampling.max_tokens

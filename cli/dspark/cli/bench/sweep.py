@@ -120,8 +120,8 @@ def sweep(
     failure, cut_short = _measure(loaded, names, plan, cells, deadline)
     facts |= {
         "model": model,
-        "backend": backend,
-        "dtype": dtype,
+        "backend": loaded.config.backend,
+        "dtype": loaded.config.dtype,
         "device": device,
         "threads": loaded.threads,
         "drafter": drafter,

@@ -21,7 +21,7 @@ from dspark.verifier.servicer import VerificationServicer
 async def verifier_role(place: Place) -> AsyncIterator[RunningRole]:
     """Loads and profiles the target, then serves it. Raises ModelError, ConfigError."""
     config = place.config
-    loaded = await asyncio.to_thread(load, config.target(), place.progress)
+    loaded = await asyncio.to_thread(load, config.target(), place.progress, exact=True)
     card = verifier_card(loaded, config.model_name)
     async with AsyncExitStack() as stack:
         told = await stack.enter_async_context(place.tells())
