@@ -482,9 +482,11 @@ def commit(index: int, *ids: int) -> Committed:
     return Committed(index, ids, (), SpeculationFigures(1, 4, 3, 2))
 
 
-async def scripted(stack: AsyncExitStack, *verifiers: str) -> tuple[Scripted, Dispatch]:
+async def scripted(
+    stack: AsyncExitStack, *verifiers: str, **config: Any
+) -> tuple[Scripted, Dispatch]:
     of = Scripted(*verifiers)
-    target = Dispatch(of, "g1", of.connect)  # type: ignore[arg-type]
+    target = Dispatch(of, "g1", of.connect, **config)  # type: ignore[arg-type]
     await stack.enter_async_context(target)
     await until(lambda: len(target.members) == len(verifiers))
     return of, target
@@ -689,6 +691,40 @@ async def test_a_token_out_of_its_place_never_reaches_the_reader() -> None:
             else [commit(1, 6), commit(2, 7), finished(asked)]
         )
         assert await ids_of(target, request("a", PROMPT, greedy(9))) == [5, 6, 7]
+
+
+async def test_a_replay_that_a_full_verifier_refuses_goes_on_at_another() -> None:
+    async with AsyncExitStack() as stack:
+        of, target = await scripted(stack, "v1", "v2", "v3")
+
+        def script(name: str, asked: Request) -> list[Event]:
+            if name == "v1":
+                return [commit(0, 5), finished(asked, Unavailable("lost"))]
+            if name == "v2":
+                return [finished(asked, Overloaded("4 runs wait", 1.0))]
+            return [commit(1, 6), finished(asked)]
+
+        of.script = script
+        assert await ids_of(target, request("a", PROMPT, greedy(9))) == [5, 6]
+        assert [name for name, _ in of.runs] == ["v1", "v2", "v3"]
+        assert target.replays == 1
+
+
+async def test_a_replay_that_all_refuse_ends_in_bounded_time() -> None:
+    """With what a client comes again for; one that did not begin is told at once."""
+    async with AsyncExitStack() as stack:
+        of, target = await scripted(stack, "v1", "v2", search_s=0.5)
+        full = Overloaded("4 runs wait", 1.0)
+        of.script = lambda name, asked: (
+            [finished(asked, full)]
+            if len(of.runs) > 1
+            else [commit(0, 5), finished(asked, Unavailable("lost"))]
+        )
+        with pytest.raises(Unavailable, match="no verifier is there"):
+            await ids_of(target, request("a", PROMPT, greedy(9)))
+        assert len(of.runs) > MOST_LOSSES
+        with pytest.raises(Overloaded, match="4 runs wait"):
+            await ids_of(target, request("b", PROMPT, greedy(9)))
 
 
 async def test_what_kills_every_verifier_is_given_up() -> None:

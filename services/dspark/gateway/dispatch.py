@@ -155,6 +155,10 @@ class Dispatch:
                                 if isinstance(event.error, Unavailable):
                                     lost = event.error
                                     break
+                                # Its reader has part of it: it is not for them to come again.
+                                if replay and _refused_full(event, had):
+                                    lost, sent = Unavailable(f"full: {event.error}"), False
+                                    break
                                 if event.error is not None:
                                     span.error = error_type(event.error)
                                 yield replace(event, speculation=earlier + event.speculation)
@@ -244,7 +248,9 @@ class Dispatch:
                 self.local += 1
                 return Lease("", request.request_id, request.tenant, chosen, 0, 0)
             if self._clock() >= give_up:
-                if others:  # and clients may not come again with what they have of it
+                if others and len(others) == len(
+                    self.members
+                ):  # and clients may not come again with what they have of it
                     told = "the target that the answer began on is not served any more"
                     raise ModelError(f"{told}: {why}")
                 raise Unavailable(f"no verifier is there: {why}")
@@ -369,6 +375,10 @@ class Dispatch:
                 await self._scheduler.release(ids)
             except DsparkError as error:  # they expire
                 log.debug("%d leases could not be given back: %s", len(ids), error)
+
+
+def _refused_full(event: Finished, had: int) -> bool:
+    return isinstance(event.error, Overloaded) and event.usage.completion_tokens <= had
 
 
 def _leased(request: Request, lease: Lease) -> Request:
