@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -42,6 +43,7 @@ from dspark.core.errors import DsparkError
 from dspark.gateway.keys import KeyRing, Tenant, TenantLimits, key_hash
 from dspark.serving import TlsFiles
 from dspark.v1 import generation_pb2 as pb
+from dspark.v1 import generation_pb2_grpc as pb_grpc
 
 from ..gateway.toy_front import (
     FOR_EVER,
@@ -434,6 +436,36 @@ def test_tries_are_bounded_by_the_deadline_and_progress_begins_anew() -> None:
     clock.now = 10.0
     with pytest.raises(DeadlineExceeded):
         tries.left_s()
+
+
+class Full(pb_grpc.GenerationServicer):
+    """Takes every request for good, and then has no room."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        self.asked += 1
+        await context.write(pb.GenerateResponse(started=pb.GenerationStarted(model="toy")))
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+async def test_what_was_refused_before_its_first_token_is_not_tried_again() -> None:
+    """The server is busy: more of the same is what it does not need."""
+    server, full = grpc.aio.server(), Full()
+    pb_grpc.add_GenerationServicer_to_server(full, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with AsyncClient(address, retry=SOON) as client:
+            with pytest.raises(Overloaded):
+                await client.generate(PROMPT)
+        assert full.asked == 1
+        with Client(address, retry=SOON) as blocking, pytest.raises(Overloaded):
+            await asyncio.to_thread(blocking.generate, PROMPT)
+        assert full.asked == 2
+    finally:
+        await server.stop(None)
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("n", 0, "is bad"), DsparkError("a bug")])

@@ -38,9 +38,9 @@ class AnswerState:
         self._started: pb.GenerationStarted | None = None
 
     @property
-    def started(self) -> bool:
-        """Some attempt was accepted."""
-        return self._started is not None
+    def begun(self) -> bool:
+        """Some ids are held: a server had room for it once. `started` says no such thing."""
+        return any(held.ids for held in self._held)
 
     @property
     def complete(self) -> bool:

@@ -199,7 +199,7 @@ class AsyncStream(AsyncIterator[Chunk]):
                 error = error_from_rpc(broken)
             if not self._closed:
                 self._call = None
-                await self._sleep(self._tries.failed(error, accepted=self._state.started))
+                await self._sleep(self._tries.failed(error, accepted=self._state.begun))
         return None
 
     async def _read(self) -> pb.GenerateResponse | None:

@@ -80,7 +80,8 @@ class Tries:
     def failed(self, error: DsparkError, *, accepted: bool = False) -> float:
         """Seconds to wait before the next try; raises `error` if there is to be none.
 
-        accepted: an earlier try was: then a server that is too busy to go on is waited for too.
+        accepted: an earlier try was, and brought ids: then a server that is too busy to go on is
+        waited for too.
         """
         self._failures += 1
         waits = isinstance(error, Overloaded) and accepted

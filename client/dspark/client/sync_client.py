@@ -195,7 +195,7 @@ class Stream(Iterator[Chunk]):
                 error = error_from_rpc(broken)
             if not self._closed:
                 self._call = None
-                self._sleep(self._tries.failed(error, accepted=self._state.started))
+                self._sleep(self._tries.failed(error, accepted=self._state.begun))
         return None
 
     def _finish(self) -> None:

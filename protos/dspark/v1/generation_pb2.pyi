@@ -510,7 +510,7 @@ class GenerateResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___GenerationStarted:
-        """First, once: the request is well formed and queued."""
+        """First, once: the request is well formed. It may still be refused where nobody has room."""
 
     @_builtins.property
     def chunk(self) -> Global___GenerationChunk: ...
