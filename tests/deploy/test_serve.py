@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import pytest
 
 from dspark.client.wire_client import error_from_rpc
 from dspark.core.config import EngineConfig
-from dspark.core.errors import Overloaded
-from dspark.deploy.serve import Running, access, running
-from dspark.deploy.serve_config import configure
-from dspark.deploy.single import Loaded, TargetConfig, load
+from dspark.core.errors import Overloaded, Unavailable
+from dspark.deploy.serve import Running, access, running, serve
+from dspark.deploy.serve_config import ServeConfig, configure
+from dspark.deploy.single import Loaded, TargetConfig, load, make_engine
 from dspark.v1 import generation_pb2 as pb
 from dspark.v1 import generation_pb2_grpc as pb_grpc
 from dspark.v1 import verification_pb2, verification_pb2_grpc
+from dspark.verifier.runner import FAILED_STEPS
 
 from ..cli.conftest import make_checkpoint
 from ..gateway.toy_front import certificate, needs_ipv6, needs_openssl
@@ -44,12 +46,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
         yield load(TargetConfig(str(checkpoint), threads=1, engine=EngineConfig(**ENGINE)))
 
 
-@asynccontextmanager
-async def serving(loaded: Loaded, **flags: object) -> AsyncIterator[Running]:
+def configured(loaded: Loaded, **flags: object) -> ServeConfig:
     engine = {f"engine.{name}": value for name, value in ENGINE.items()}
     ports = {"http.port": 0, "grpc.port": 0, "verification.port": 0}
     settings = {"model": loaded.config.model, "name": "tiny", "drain_s": 0.2, **engine, **ports}
-    config = configure(None, {}, {**settings, **flags})
+    return configure(None, {}, {**settings, **flags})
+
+
+@asynccontextmanager
+async def serving(loaded: Loaded, **flags: object) -> AsyncIterator[Running]:
+    config = configured(loaded, **flags)
     async with running(config, access(config), loaded) as servers:
         yield servers
 
@@ -164,3 +170,33 @@ async def test_a_client_ca_guards_the_verification_service_too(
         ):
             own = () if shown is None else [file.read_bytes() for file in reversed(pairs[shown])]
             assert await described(servers, grpc.ssl_channel_credentials(root, *own)) is refused
+
+
+class Lost:
+    """A backend whose device is gone."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(self, batch: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+
+async def test_a_process_whose_engine_is_broken_ends(loaded: Loaded) -> None:
+    """It could only refuse: whoever watches over it starts another."""
+    lost: Any = Lost(loaded.backend)
+    engine = make_engine(lost, loaded.config, loaded.cost, loaded.tokenizer.eos_ids)
+    config, up = configured(loaded), asyncio.Queue[Running]()
+    work = serve(config, access(config), replace(loaded, engine=engine), up.put_nowait)
+    serving = asyncio.create_task(work)
+    servers = await up.get()
+    async with httpx.AsyncClient() as http:
+        body = {"prompt": "the cat", "max_tokens": 3}
+        for _ in range(FAILED_STEPS):
+            answer = await http.post(f"{servers.url}/v1/completions", json=body)
+            assert answer.status_code == 503
+    with pytest.raises(Unavailable, match="the engine is broken"):
+        await asyncio.wait_for(serving, 30)

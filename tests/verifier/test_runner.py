@@ -274,15 +274,15 @@ async def test_an_engine_that_is_stuck_is_left_behind_and_everybody_is_told() ->
 
 
 class StumblingBackend(ToyBackend):
-    """Raises in one of its forwards."""
+    """Raises in some of its forwards."""
 
-    def __init__(self, stumble: int) -> None:
+    def __init__(self, *stumbles: int) -> None:
         super().__init__(RULE, V, context_length=ROOM)
-        self._stumble = stumble
+        self._stumbles = stumbles
 
     def forward(self, batch: Any) -> Any:
         output = super().forward(batch)
-        if self.forwards == self._stumble:
+        if self.forwards in self._stumbles:
             raise RuntimeError("out of memory")
         return output
 

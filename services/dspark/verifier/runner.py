@@ -51,6 +51,9 @@ class EngineRunner:
     thread that is stuck in a step is left behind after stop_s seconds (None: by STOP_S). It counts
     as dead after stuck_s in one (None: by STUCK_S), or once FAILED_STEPS have failed in a row.
     traced: told in the event loop of traced runs that are over; None traces none.
+
+    broken: set, in the event loop, once the thread has ended by itself: whoever started it has to
+    replace it.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class EngineRunner:
         stuck_s: float | None = None,
     ) -> None:
         self.engine = engine
+        self.broken = asyncio.Event()
         self._traced = traced
         if traced is not None:
             engine.traces = []
@@ -219,6 +223,8 @@ class EngineRunner:
         finally:
             self._over = True
             self._call(self._end)
+            if not self._stopping:
+                self._call(self.broken.set)
 
     def _step_until_stopped(self) -> None:
         failed, steps = 0, self.engine.figures.steps
