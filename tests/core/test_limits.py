@@ -33,7 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"top_p": 1.5}, "top_p", "1.5", "in [0, 1]"),
     ({"top_p": -0.1}, "top_p", "-0.1", "in [0, 1]"),
     ({"top_p": NAN}, "top_p", "nan", "in [0, 1]"),
-    ({"top_k": -2}, "top_k", "-2", "at least -1"),
+    ({"top_k": -2}, "top_k", "-2", "[-1, 2^31)"),
     ({"min_p": -0.1}, "min_p", "-0.1", "in [0, 1]"),
     ({"min_p": 1.1}, "min_p", "1.1", "in [0, 1]"),
     ({"min_p": NAN}, "min_p", "nan", "in [0, 1]"),

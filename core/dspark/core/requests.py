@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from dspark.core.drafts import MAX_GAMMA
 from dspark.core.errors import DsparkError, InvalidRequest
 from dspark.core.sampling import MAX_CHOICES, SamplingParams, check_sampling
 
@@ -132,6 +133,9 @@ Event = Committed | Finished
 def check_request(request: Request, limits: Limits) -> None:
     """Raise `InvalidRequest` for what can never be served; the message names the limit."""
     check_sampling(request.sampling, limits.vocab_size)
+    gamma = request.speculation.gamma
+    if gamma is not None and not 0 <= gamma <= MAX_GAMMA:
+        raise InvalidRequest("speculation.gamma", gamma, f"must be in [0, {MAX_GAMMA}]")
     if not 0 <= request.choice < MAX_CHOICES:
         raise InvalidRequest("choice", request.choice, f"must be in [0, {MAX_CHOICES})")
     prompt = len(request.prompt_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -87,8 +86,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raise `InvalidRequest` naming the first field that is out of its range."""
     p = params
     _number("temperature", p.temperature, 0.0, 100.0)
-    if p.top_k < -1:
-        raise InvalidRequest("top_k", p.top_k, "must be at least -1 (0 and -1 turn it off)")
+    if not -1 <= p.top_k < 2**31:
+        raise InvalidRequest("top_k", p.top_k, "must be in [-1, 2^31) (0 and -1 turn it off)")
     _number("top_p", p.top_p, 0.0, 1.0)
     if p.top_p == 0.0:
         raise InvalidRequest("top_p", p.top_p, "must be in (0, 1]; for greedy use temperature 0")
@@ -118,7 +117,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _number(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # nor is NaN, nor an integer that no float holds
         raise InvalidRequest(name, value, f"must be a number in [{low:g}, {high:g}]")
 
 

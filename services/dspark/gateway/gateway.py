@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -142,6 +142,10 @@ class Gateway:
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Its ids. Raises InvalidRequest."""
         return await self._aside(prompt.size, prompt.encode, self.tokenizer)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids of its vocabulary."""
+        return await self._aside(len(ids), self.tokenizer.decode, ids)
 
     async def _aside(self, size: int, function: Callable[[A], R], argument: A) -> R:
         """What a function says, in a thread where that takes so long that others would notice."""

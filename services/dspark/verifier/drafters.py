@@ -132,8 +132,6 @@ class Drafters(Mapping[str, Source]):
             card, name = fallback.card, fallback.name
         gamma = min(gamma, card.gamma)
         if wish.gamma is not None:
-            if wish.gamma < 0:
-                raise InvalidRequest("speculation.gamma", wish.gamma, "must be at least 0")
             gamma = min(gamma, wish.gamma)
         return Promise(name, card.feature_id, gamma) if gamma else Promise()
 

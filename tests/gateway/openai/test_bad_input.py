@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from dspark.core.requests import Event, Request
+from dspark.core.requests import Event, Finished, FinishReason, Request, Usage
 from dspark.gateway.openai import HttpConfig
+from dspark.gateway.wire_verifier_client import run_to_wire
 
 from ...verifier.toy import HandClock
 from .served import FOR_EVER, ROOM, HeldBackend, Served, said, saying, serve, toy
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+# Only they know what drafts they have, and by which rules.
+KNOWN_TO_VERIFIERS = ("speculation.drafter", "speculation.verify")
+
+
+class Wire:
+    """A verifier behind gRPC, as far as what it is asked."""
+
+    async def run(self, request: Request) -> AsyncGenerator[Event, None]:
+        run_to_wire(request, 0.0)
+        yield Finished(FinishReason.LENGTH, Usage(len(request.prompt_ids), 0))
+
+
+@pytest.fixture(scope="module")
+def wired() -> Iterator[Served]:
+    """A front of a cluster."""
+    with serve(target=Wire()) as served:
+        yield served
 
 
 def told(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -46,6 +66,8 @@ def alive(front: Served) -> None:
         ("speculation.depth", {"speculation": {"depth": 1}}),
         ("speculation.gamma", {"speculation": {"gamma": "7"}}),
         ("speculation.gamma", {"speculation": {"gamma": -1}}),
+        ("speculation.gamma", {"speculation": {"gamma": 65}}),
+        ("speculation.gamma", {"speculation": {"gamma": 2**32}}),
         ("speculation.drafter", {"speculation": {"drafter": "gpt"}}),
         ("speculation.verify", {"speculation": {"verify": "always"}}),
         ("speculation", {"speculation": 7}),
@@ -62,6 +84,7 @@ def alive(front: Served) -> None:
         ("top_p", {"top_p": 1.1}),
         ("min_p", {"min_p": -0.5}),
         ("top_k", {"top_k": -7}),
+        ("top_k", {"top_k": 2**40}),
         ("repetition_penalty", {"repetition_penalty": 0}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": ROOM}),
@@ -81,6 +104,9 @@ def alive(front: Served) -> None:
         ("logit_bias", {"logit_bias": {"1": "x"}}),
         ("logit_bias[1]", {"logit_bias": {"1": 200}}),
         ("logit_bias", {"logit_bias": [1]}),
+        ("logit_bias", {"logit_bias": {"1": 10**400}}),
+        ("prompt", {"prompt": [-1], "echo": True}),
+        ("prompt", {"prompt": [2**40], "echo": True}),
         ("metadata", {"metadata": {"a": 1}}),
         ("priority", {"priority": 2**40}),
         ("deadline", {"deadline": 0}),
@@ -100,14 +126,17 @@ def alive(front: Served) -> None:
     ],
 )
 def test_a_bad_field_of_a_completion_is_named(
-    front: Served, field: str, body: dict[str, Any]
+    front: Served, wired: Served, field: str, body: dict[str, Any]
 ) -> None:
     content = json.dumps({"prompt": "Hi"} | body)
-    error = told(httpx.post(front.url + COMPLETIONS, content=content, headers=JSON), 400)
-    assert error["param"] == field
-    assert error["type"] == "invalid_request_error"
-    assert field.partition("[")[0] in error["message"]
-    assert len(error["message"]) < 400
+    for of in (front, wired):
+        if of is wired and field in KNOWN_TO_VERIFIERS:
+            continue
+        error = told(httpx.post(of.url + COMPLETIONS, content=content, headers=JSON), 400)
+        assert error["param"] == field
+        assert error["type"] == "invalid_request_error"
+        assert field.partition("[")[0] in error["message"]
+        assert len(error["message"]) < 400
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableSequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dspark.core.requests import SpeculationFigures, TokenLogprob
@@ -57,11 +57,12 @@ class Head:
 @dataclass(frozen=True, slots=True)
 class Shown:
     """What a call wants to see. prompts: their ids, filled in as they become known; the n choices
-    of prompt i are numbered from i * n. echo: text that the answers to each prompt begin with."""
+    of prompt i are numbered from i * n. echo: text that the answers to each prompt begin with,
+    filled in likewise; none at all if it is not wanted."""
 
     prompts: MutableSequence[tuple[int, ...]]
     n: int = 1
-    echo: Sequence[str] = ()
+    echo: MutableSequence[str] = field(default_factory=list)
     logprobs: bool = False
     token_ids: bool = False
     usage: bool = False

@@ -68,9 +68,9 @@ class Front:
         model = self.gateway.model
         return Head(id, int(time.time()), model.name, model.target_id)
 
-    def text_of(self, prompt: Prompt) -> str:
-        """What `echo` says of it."""
-        return prompt.text or self.gateway.tokenizer.decode(prompt.ids or ())
+    async def text_of(self, prompt: Prompt) -> str:
+        """What `echo` says of it. Its ids were checked."""
+        return prompt.text or await self.gateway.decode(prompt.ids or ())
 
     def caller(self, request: Request) -> Caller:
         return self.keys.authenticate(request.headers.get("authorization"))
@@ -132,7 +132,7 @@ class Completions(Generic[Asked]):
         shown = Shown(
             prompts=[()] * len(calls),
             n=sampling.n,
-            echo=[front.text_of(prompt) for prompt in prompts] if asked.echoes else [],
+            echo=[""] * len(calls) if asked.echoes else [],
             logprobs=sampling.logprobs,
             token_ids=bool(asked.return_token_ids),
             usage=asked.include_usage,
@@ -161,6 +161,8 @@ class Completions(Generic[Asked]):
             async for output in outputs:
                 if isinstance(output, Started):
                     shown.prompts[prompt] = output.prompt_ids
+                    if shown.echo:
+                        shown.echo[prompt] = await self._front.text_of(call.prompt)
                     caller.spend(len(output.prompt_ids))
                     continue
                 if isinstance(output, Chunk):

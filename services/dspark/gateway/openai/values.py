@@ -45,7 +45,10 @@ def biases(value: Any) -> dict[int, float]:
             raise wrong(f"has the key {token[:40]!r}: keys must be token ids, as strings")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise wrong(f"has no number for token {token}")
-        found[int(token)] = bias
+        try:
+            found[int(token)] = float(bias)
+        except OverflowError:
+            raise wrong(f"has a number for token {token} that is too large") from None
     return found
 
 
