@@ -118,6 +118,72 @@ def test_applications_of_others_stay() -> None:
     assert set(serve.applications) == {"other"}
 
 
+class Shared(Serve):
+    """Somebody else deploys all the time: whenever it was looked at, it is something else."""
+
+    looks = 0
+
+    def details(self) -> dict[str, Any]:
+        self.looks += 1
+        other = {"name": "other", "args": {"look": self.looks}, "deployments": [{"name": "other"}]}
+        self.applications["other"] = self._application(other)
+        return super().details()
+
+    def put(self, config: Mapping[str, Any]) -> None:
+        (other,) = (one for one in config["applications"] if one["name"] == "other")
+        assert other["args"] == {"look": self.looks}, "as it was at an earlier look"
+        super().put(config)
+
+
+def test_what_others_deploy_meanwhile_stays() -> None:
+    serve = Shared()
+    changes.apply(serve, cluster(), patience())
+    changes.apply(serve, cluster(model="other/model", drafter={"replicas": 0}), patience())
+    changes.scale(serve, "verifier", 2, patience())
+    serve.fails = lambda one: "no" if one["name"] == "gateway" else ""
+    with pytest.raises(ModelError, match="goes back"):
+        changes.apply(serve, cluster(model="third/model"), patience())
+    serve.fails = lambda _: ""
+    changes.take_down(serve, patience())
+    assert set(serve.applications) == {"other"}
+
+
+@pytest.mark.parametrize(("name", "told"), [("b", "of the cluster 'b'"), (None, "of others")])
+def test_pools_of_another_cluster_are_not_taken_over(name: str | None, told: str) -> None:
+    serve = up(name=name or "b")
+    if name is None:
+        serve.applications["scheduler"]["deployed_app_config"]["args"] = {}
+    with pytest.raises(ConfigError, match=f"name: 'a': the scheduler that runs there is .*{told}"):
+        changes.apply(serve, cluster(name="a"), patience())
+    assert serve.puts == []
+
+
+class Late(Serve):
+    """Its state is that of before a put for three looks."""
+
+    stale = 0
+
+    def details(self) -> dict[str, Any]:
+        found = super().details()
+        if self.stale:
+            self.stale -= 1
+            for name, application in found["applications"].items():
+                application["deployments"] = copy.deepcopy(self.before[name]["deployments"])
+        return found
+
+    def put(self, config: Mapping[str, Any]) -> None:
+        self.before, self.stale = copy.deepcopy(self.applications), 3
+        super().put(config)
+
+
+def test_scale_waits_until_serve_has_heard_of_it() -> None:
+    serve = Late()
+    serve.applications = up().applications
+    changes.scale(serve, "verifier", 3, patience())
+    assert not serve.stale
+    assert seen(serve.details())["verifier"].running == 3
+
+
 def test_gateways_go_first_and_schedulers_last() -> None:
     serve = up()
     changes.take_down(serve, patience())

@@ -45,31 +45,28 @@ class Patience:
 def apply(door: Door, wanted: Mapping[str, Any], patience: Patience) -> list[str]:
     """Bring the pools to a whole configuration of Serve (`serve_config`); the pools that changed.
     What is not there yet starts together; what is there and differs is replaced pool by pool, and
-    goes back to what it was if its new replicas do not start. Raises ModelError with why."""
+    goes back to what it was if its new replicas do not start. Raises ModelError with why, and
+    ConfigError where the pools there are of another cluster."""
     before = deployed(door.details())
     after = {one["name"]: one for one in wanted["applications"]}
-    others = {name: one for name, one in before.items() if name not in POOLS}
-    now = {**others, **{name: one for name, one in before.items() if name in after}}
+    _check_name(before, after)
     gone = [name for name in POOLS if name in before and name not in after]
     new = [name for name in ORDER if name in after and name not in before]
     changed = [name for name in ORDER if name in before and name in after]
     changed = [name for name in changed if not _same(before[name], after[name])]
     if new:
-        now |= {name: after[name] for name in new}
-        put(door, now)
+        put(door, {name: after[name] for name in new})
         wait_for(door, new, patience)
     for name in changed:
         patience.told(f"{name}: {_what(before[name], after[name])}")
-        now[name] = after[name]
-        put(door, now)
+        put(door, {name: after[name]})
         try:
             wait_for(door, [name], patience)
         except (ModelError, DeadlineExceeded) as error:
-            now[name] = before[name]
-            put(door, now)
+            put(door, {name: before[name]})
             raise ModelError(f"{error}; the {name} pool goes back to what it was") from None
     if gone:
-        put(door, now)
+        put(door, dict.fromkeys(gone))
         wait_for(door, gone, patience)
     return [*new, *changed, *gone]
 
@@ -80,14 +77,23 @@ def scale(door: Door, pool: str, replicas: int, patience: Patience, *, wait: boo
     details = door.details()
     found = pool_of(seen(details), pool)
     check_scale(found, replicas)
-    now = deployed(details)
-    if free := details.get("resources"):  # elsewhere nodes may come when they are asked for
-        check_room(now[pool], replicas - found.wanted, free)
-    options = {**now[pool]["deployments"][0], "num_replicas": replicas}
-    now[pool] = {**now[pool], "deployments": [options]}
-    put(door, now)
+    check_grows(details, pool, replicas - found.wanted)
+    resize(door, pool, replicas)
     if wait:
-        wait_for(door, [pool], patience)
+        wait_for(door, [pool], patience, replicas=replicas)
+
+
+def check_grows(details: Mapping[str, Any], pool: str, more: int) -> None:
+    """Raises ConfigError where the machine has no room for so many more replicas."""
+    if free := details.get("resources"):  # elsewhere nodes may come when they are asked for
+        check_room(deployed(details)[pool], more, free)
+
+
+def resize(door: Door, pool: str, replicas: int) -> None:
+    """Give a pool of fixed size another one. Raises NotFound."""
+    config = pool_of(seen(door.details()), pool).config
+    options = {**config["deployments"][0], "num_replicas": replicas}
+    put(door, {pool: {**config, "deployments": [options]}})
 
 
 def check_scale(pool: SeenPool, replicas: int) -> None:
@@ -132,12 +138,25 @@ def take_down(door: Door, patience: Patience) -> None:
             continue
         for name in going:
             del now[name]
-        put(door, now)
+        put(door, dict.fromkeys(going))
         wait_for(door, going, patience)
 
 
-def put(door: Door, applications: Mapping[str, Any]) -> None:
-    door.put(whole(applications))
+def put(door: Door, changed: Mapping[str, Any]) -> None:
+    """Deploy these applications, None for one that goes, and leave all others as they are now:
+    Serve is told of all at once, and others deploy there too."""
+    now = {**deployed(door.details()), **changed}
+    door.put(whole({name: one for name, one in now.items() if one is not None}))
+
+
+def _check_name(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Every pool there belongs to the cluster that is wanted."""
+    (ours,) = {one["args"]["config"]["name"] for one in after.values()}
+    for pool in (name for name in POOLS if name in before):
+        theirs = before[pool].get("args", {}).get("config", {}).get("name")
+        if theirs != ours:
+            whose = "an application of others" if theirs is None else f"of the cluster {theirs!r}"
+            raise ConfigError(f"name: {ours!r}: the {pool} that runs there is {whose}")
 
 
 def pool_of(pools: Mapping[str, SeenPool], name: str) -> SeenPool:
@@ -147,9 +166,12 @@ def pool_of(pools: Mapping[str, SeenPool], name: str) -> SeenPool:
     return pools[name]
 
 
-def wait_for(door: Door, names: Collection[str], patience: Patience) -> None:
-    """Until pools have settled, or are gone if they are not put any more. Raises ModelError with
-    why replicas do not start, DeadlineExceeded, Cancelled."""
+def wait_for(
+    door: Door, names: Collection[str], patience: Patience, *, replicas: int | None = None
+) -> None:
+    """Until pools have settled, or are gone if they are not put any more. replicas: that a pool has
+    then, whatever Serve wanted of it before it heard of that. Raises ModelError with why replicas
+    do not start, DeadlineExceeded, Cancelled."""
     begun = said_at = patience.clock()
     said: dict[str, str] = {}
     while True:
@@ -159,7 +181,7 @@ def wait_for(door: Door, names: Collection[str], patience: Patience) -> None:
         except Unavailable as error:  # its controller may be starting again
             waits = {"Serve": str(error)}
         else:
-            waits = _waits(details, names, patience)
+            waits = _waits(details, names, patience, replicas)
         now = patience.clock()
         for name, line in waits.items():
             if said.get(name) != line or now - said_at >= LINE_S:
@@ -179,7 +201,10 @@ def wait_for(door: Door, names: Collection[str], patience: Patience) -> None:
 
 
 def _waits(
-    details: Mapping[str, Any], names: Collection[str], patience: Patience
+    details: Mapping[str, Any],
+    names: Collection[str],
+    patience: Patience,
+    replicas: int | None,
 ) -> dict[str, str]:
     """By pool, what is still waited for."""
     pools, staying = seen(details), deployed(details)
@@ -193,7 +218,7 @@ def _waits(
         assert pool is not None
         if pool.status == "deploy_failed" or (pool.trouble and patience.at_once):
             raise ModelError(f"{name} cannot start: {pool.trouble}")
-        if not pool.settled:
+        if not pool.settled or replicas not in (None, pool.wanted):
             again = f" (tries again after: {pool.trouble})" if pool.trouble else ""
             waits[name] = pool.told() + again
     return waits
