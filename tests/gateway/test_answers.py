@@ -4,6 +4,7 @@ bytes, so that a test can read them."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from dspark.core.requests import (
 )
 from dspark.core.sampling import SamplingParams
 from dspark.gateway.answers import Answer, Piece, stream_answer, whole_answer
+from dspark.gateway.aside import LONG_PROMPT
 from dspark.gateway.text import ByteDetokenizer, Detokenizer
 
 PROMPT = (1, 2, 3)
@@ -277,3 +279,32 @@ async def test_whole_answer_is_the_answer() -> None:
     answer = await whole_answer(target, Bytes(), request())
     assert answer.text == "abc"
     assert target.closed
+
+
+class Threads(Bytes):
+    """Says where it works."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def detokenizer(self) -> Detokenizer:
+        def token_bytes(token: int) -> bytes:
+            self.seen.add(threading.get_ident())
+            return bytes([token])
+
+        return ByteDetokenizer(token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("held", "stops", "aside"),
+    [(LONG_PROMPT, 1, False), (LONG_PROMPT + 1, 1, True), (LONG_PROMPT, 2, True)],
+)
+async def test_much_that_a_reader_holds_is_read_beside_the_event_loop(
+    held: int, stops: int, aside: bool
+) -> None:
+    asked = request(stop=tuple(f"never {i}" for i in range(stops)))
+    asked = replace(asked, committed_ids=tuple(b"x" * held))
+    where = Threads()
+    answer = await whole_answer(ScriptedTarget([LENGTH]), where, asked)
+    assert answer.text == "x" * held
+    assert (threading.get_ident() not in where.seen) is aside

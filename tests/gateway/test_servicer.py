@@ -29,8 +29,10 @@ from dspark.core.errors import (
 )
 from dspark.core.requests import Event, Request
 from dspark.gateway import Tokenizer
-from dspark.gateway.gateway import LONG_PROMPT, Gateway, ServedModel
+from dspark.gateway.aside import LONG_PROMPT
+from dspark.gateway.gateway import Gateway, ServedModel
 from dspark.gateway.keys import KeyRing, Tenant, TenantLimits, key_hash
+from dspark.gateway.prompts import Prompt
 from dspark.gateway.servicer import SERVICE, GenerationServicer
 from dspark.serving import TlsFiles, serve_grpc
 from dspark.v1 import generation_pb2 as pb
@@ -300,6 +302,12 @@ async def test_a_long_prompt_is_encoded_beside_the_event_loop(
             assert counted.prompt_tokens == said.started.prompt_tokens
             assert [thread != threading.get_ident() for thread in watched.threads] == [aside] * 2
             watched.threads.clear()
+
+
+def test_messages_without_a_word_are_work_too() -> None:
+    empty = {"role": "user", "content": ""}
+    assert Prompt(chat=(empty,) * 10_000).size > LONG_PROMPT
+    assert Prompt(chat=(empty,) * 10).size < LONG_PROMPT
 
 
 async def test_what_the_call_wishes_reaches_the_target() -> None:

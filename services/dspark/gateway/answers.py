@@ -18,6 +18,7 @@ from dspark.core.requests import (
     TokenLogprob,
     Usage,
 )
+from dspark.gateway.aside import aside
 from dspark.gateway.text import TextStream
 from dspark.gateway.tokenizer import Tokenizer
 
@@ -75,7 +76,9 @@ async def stream_answer(
     """
     params = request.sampling
     text = TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens)
-    resumed = text.push(request.committed_ids)
+    # Every stop string looks at every character.
+    size = len(request.committed_ids) * max(len(params.stop), 1)
+    resumed = await aside(size, text.push, request.committed_ids)
     shown = [resumed.text]
     ids = [*request.committed_ids[: resumed.tokens]]
     logprobs: list[TokenLogprob] = []

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from dspark.core.config import EngineConfig
 from dspark.core.drafts import DrafterCard
@@ -16,6 +15,7 @@ from dspark.core.errors import DsparkError, InvalidRequest, Overloaded
 from dspark.core.requests import Limits, Request, Speculation, TokenLogprob, check_request
 from dspark.core.sampling import SamplingMode, SamplingParams
 from dspark.gateway.answers import Answer, Piece, Target, stream_answer
+from dspark.gateway.aside import aside
 from dspark.gateway.metrics import Metrics
 from dspark.gateway.prompts import Prompt
 from dspark.gateway.tokenizer import Tokenizer
@@ -25,10 +25,6 @@ from dspark.telemetry.tracing import Tracer, error_type
 # Pieces of one call that wait for its reader. Behind them the choice's own buffer fills, and then
 # its sequence pauses in the engine.
 BUFFERED_PIECES = 16
-
-# Above so many characters or ids a prompt is encoded and checked in a thread: the event loop would
-# stand still for 3 ms and more.
-LONG_PROMPT = 2048
 
 # Told to a client that reads again when it is too late: it may come again at once.
 STALLED_RETRY_S = 1.0
@@ -93,9 +89,6 @@ class Chunk:
 
 Output = Started | Chunk | Answer
 
-A = TypeVar("A")
-R = TypeVar("R")
-
 
 class Gateway:
     """Runs calls on a target. The servicer and the HTTP routes are two mappings onto this.
@@ -141,17 +134,11 @@ class Gateway:
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Its ids. Raises InvalidRequest."""
-        return await self._aside(prompt.size, prompt.encode, self.tokenizer)
+        return await aside(prompt.size, prompt.encode, self.tokenizer)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ids of its vocabulary."""
-        return await self._aside(len(ids), self.tokenizer.decode, ids)
-
-    async def _aside(self, size: int, function: Callable[[A], R], argument: A) -> R:
-        """What a function says, in a thread where that takes so long that others would notice."""
-        if size <= LONG_PROMPT:
-            return function(argument)
-        return await asyncio.to_thread(function, argument)
+        return await aside(len(ids), self.tokenizer.decode, ids)
 
     def requests(self, call: Call) -> list[Request]:
         """One checked request a choice. Raises InvalidRequest naming field, value and limit.
@@ -214,7 +201,7 @@ class Gateway:
         with watched(asked, self.metrics, self._tracer) as watch:
             held = sum(map(len, call.resume.values()))
             call = replace(call, traceparent=watch.traceparent)
-            requests = await self._aside(call.prompt.size + held, self.requests, call)
+            requests = await aside(call.prompt.size + held, self.requests, call)
             yield Started(call.request_id, requests[0].prompt_ids)
             choices = [self._choice(request, asked) for request in requests]
             async with aclosing(choices[0] if len(choices) == 1 else merged(choices)) as outputs:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from dspark.gateway.tokenizer import Tokenizer
 
 
+# Of a chat template around what a message says: its role, and marks where it begins and ends.
+MESSAGE_CHARS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Exactly one of: `text` to continue as it is, `chat` messages to answer, token `ids`."""
@@ -22,8 +26,8 @@ class Prompt:
 
     @property
     def size(self) -> int:
-        """Characters or ids, about."""
-        said = sum(len(message["content"] or "") for message in self.chat or ())
+        """Characters or ids, about: what a message costs without a word in it too."""
+        said = sum(MESSAGE_CHARS + len(message["content"] or "") for message in self.chat or ())
         return said + len(self.text or "") + len(self.ids or ())
 
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -10,9 +10,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import model_validator
 
+from dspark.core.errors import InvalidRequest
 from dspark.core.requests import Event, Finished, FinishReason, Request, Usage
+from dspark.gateway.aside import LONG_PROMPT
 from dspark.gateway.openai import HttpConfig
+from dspark.gateway.openai.schema import CompletionRequest, read
 from dspark.gateway.wire_verifier_client import run_to_wire
 
 from ...verifier.toy import HandClock
@@ -383,3 +387,44 @@ def test_our_own_mistake_is_a_500_without_its_words(
         assert "secret" not in response.text
         assert told(response, 500)["code"] == "internal_error"
     assert "/secret/path.py" in caplog.text
+
+
+class Read(CompletionRequest):
+    """Says where it is read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _where(cls, data: Any) -> Any:
+        return {**data, "metadata": {"thread": str(threading.get_ident())}}
+
+
+@pytest.mark.parametrize(("characters", "aside"), [(60_000, False), (70_000, True)])
+async def test_a_large_body_is_read_beside_the_event_loop(characters: int, aside: bool) -> None:
+    body = json.dumps({"prompt": "a" * characters}).encode()
+    asked = await read(Read, body)
+    assert asked.metadata is not None
+    thread = asked.metadata["thread"]
+    assert (thread != str(threading.get_ident())) is aside
+    with pytest.raises(InvalidRequest, match="frobnicate"):
+        await read(Read, body[:-1] + b', "frobnicate": 1}')
+
+
+def test_an_echo_of_many_ids_is_decoded_beside_the_event_loop() -> None:
+    with serve() as front:
+        inner, seen = front.gateway.tokenizer, list[int]()
+
+        class Where:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+            def decode(self, ids: Any) -> str:
+                seen.append(threading.get_ident())
+                return inner.decode(ids)
+
+        front.gateway.tokenizer = Where()  # type: ignore[assignment]
+        loop = list[int]()
+        front.call(lambda: loop.append(threading.get_ident()))
+        for ids, aside in ((10, False), (LONG_PROMPT + 1, True)):
+            answer = front.post(prompt=[5] * ids, echo=True, max_tokens=1)
+            assert answer.status_code == 200
+            assert (seen.pop() != loop[0]) is aside

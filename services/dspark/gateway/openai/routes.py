@@ -24,7 +24,7 @@ from dspark.gateway.openai.door import Door, DoorState
 from dspark.gateway.openai.errors import ClientGone, failure
 from dspark.gateway.openai.render import Head, Rendering, Shown, dumps
 from dspark.gateway.openai.reply import Reply, attended
-from dspark.gateway.openai.schema import Asked, parse
+from dspark.gateway.openai.schema import Asked, read
 from dspark.gateway.openai.tokens import TokenTexts
 from dspark.gateway.prompts import Prompt
 from dspark.telemetry.logs import about
@@ -108,7 +108,7 @@ class Completions(Generic[Asked]):
         front.door.check()
         caller = front.caller(request)
         with caller.admit():
-            asked = parse(self._asks, await read_body(request, front.config))
+            asked = await read(self._asks, await read_body(request, front.config))
             front.check_model(asked.model)
             call = Call(
                 prompt=Prompt(),
