@@ -4,6 +4,7 @@ TLS, with keys, on a store in memory."""
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import torch
 from dspark.client import AsyncClient, Choice, InvalidRequest, Retry, Tls, Unavailable
 from dspark.core.drafts import DrafterCard
 from dspark.core.errors import ConfigError
+from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Described, Member, Pool, Replica, VerifierCard
 from dspark.core.requests import Limits
+from dspark.core.sampling import SamplingMode
 from dspark.deploy.cluster_config import ClusterConfig, PeerTls
 from dspark.deploy.preflight import preflight
 from dspark.deploy.roles import RunningRole, role
@@ -29,16 +32,18 @@ from dspark.deploy.roles.place import Place, replica_id
 from dspark.gateway.gateway import ServedModel
 from dspark.gateway.keys import new_key
 from dspark.gateway.served import Served
+from dspark.models.drafters.calibration_file import save_calibration
 from dspark.models.drafters.checkpoint import TargetFacts, save_checkpoint
 from dspark.models.drafters.config import DrafterConfig
 from dspark.models.drafters.kinds import new_drafter
 from dspark.models.drafters.target_tensors import TargetTensors
+from dspark.scheduler.store import MemoryStore
 from dspark.scheduling.client import SchedulingClient
 from dspark.serving import listen
 
 from ..cli.conftest import make_checkpoint
 from ..gateway.toy_front import needs_openssl
-from ..scheduling.cluster import until
+from ..scheduling.cluster import scheduling, until
 from .authority import Authority
 from .processes import tiny_cluster
 
@@ -203,6 +208,17 @@ async def test_a_trained_drafter_drafts_for_a_target_that_it_never_loads(checkpo
             cards = [member.card for member in await anext(lists)]
         targets = {card.target_id for card in cards if card is not None}
         assert len(targets) == 1, "both say the same of the target"
+
+
+async def test_a_drafter_brings_its_calibration_when_it_registers(checkpoint: Path) -> None:
+    drafter_of, store = trained(checkpoint, checkpoint.parent / "calibrated"), MemoryStore()
+    drafter_id = json.loads((drafter_of / "config.json").read_text())["drafter_id"]
+    table = CalibrationTable(drafter_id, SamplingMode.GREEDY, (2.5, 2.0, 1.5, 1.0))
+    save_calibration(drafter_of, drafter_id, [table])
+    sections = {"drafter": {"checkpoint": str(drafter_of), "candidates": 0}}
+    async with scheduling(store) as served, cluster(checkpoint, **sections) as made:
+        await made.start("drafter", schedulers=(served.address,))
+        await until(lambda: served.scheduler.planner.shipped == (table,), PATIENCE_S)
 
 
 async def said(client: AsyncClient) -> Choice:
