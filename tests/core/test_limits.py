@@ -4,6 +4,7 @@ an accepted meaning elsewhere have it here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -182,6 +183,18 @@ def test_a_prompt_at_and_beyond_the_context_is_refused(prompt: int) -> None:
         f"prompt: '{prompt} tokens' leaves no room to answer: prompt and answer together hold at "
         "most 64 tokens"
     )
+
+
+def test_a_prompt_that_is_too_long_is_not_looked_at_id_by_id() -> None:
+    class Long(tuple[int, ...]):
+        def __len__(self) -> int:
+            return 10_000_000
+
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("its ids are looked at")
+
+    with pytest.raises(InvalidRequest, match="'10000000 tokens' leaves no room"):
+        check_request(Request("a", Long((V,))), LIMITS)
 
 
 def test_a_prompt_one_below_the_context_has_room_for_one_token() -> None:

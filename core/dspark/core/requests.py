@@ -141,11 +141,6 @@ def check_request(request: Request, limits: Limits) -> None:
     prompt = len(request.prompt_ids)
     if prompt == 0:
         raise InvalidRequest("prompt", "", "is empty: it must have at least 1 token")
-    for token in (*request.prompt_ids, *request.committed_ids):
-        if not 0 <= token < limits.vocab_size:
-            raise InvalidRequest(
-                "prompt_ids", token, f"is not a token id of the vocabulary [0, {limits.vocab_size})"
-            )
     room = limits.sequence_tokens - prompt
     if room < 1:
         raise InvalidRequest(
@@ -166,3 +161,8 @@ def check_request(request: Request, limits: Limits) -> None:
         raise InvalidRequest(
             "min_tokens", request.sampling.min_tokens, f"is above the room left: {room} tokens"
         )
+    for ids in filter(None, (request.prompt_ids, request.committed_ids)):
+        for token in (min(ids), max(ids)):  # last: it looks at each of them
+            if not 0 <= token < limits.vocab_size:
+                told = f"is not a token id of the vocabulary [0, {limits.vocab_size})"
+                raise InvalidRequest("prompt_ids", token, told)
