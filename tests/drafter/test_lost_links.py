@@ -21,7 +21,14 @@ import grpc
 import numpy as np
 import pytest
 
-from dspark.core.drafts import Draft, DrafterCard, Faulty, Lost, NeedContext
+from dspark.core.drafts import (
+    PROTOCOL_VERSION,
+    Draft,
+    DrafterCard,
+    Faulty,
+    Lost,
+    NeedContext,
+)
 from dspark.core.errors import ConfigError, ModelError, Unavailable
 from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Replica
@@ -349,7 +356,7 @@ async def test_connections_leave_nothing_behind() -> None:
         ({"vocab_size": 99}, ("vocab_size", "160", "99")),
         ({"target_id": "another"}, ("target_id", "target-1", "another")),
         ({"tokenizer_hash": "other"}, ("tokenizer_hash", "tokens-1", "other")),
-        ({"protocol_version": 2}, ("protocol_version", "1", "2")),
+        ({"protocol_version": 0}, ("protocol_version", "1", "0")),
     ],
 )
 async def test_a_drafter_that_does_not_fit_is_refused_with_both_values(
@@ -361,6 +368,18 @@ async def test_a_drafter_that_does_not_fit_is_refused_with_both_values(
                 pass
         assert all(value in str(refused.value) for value in both), refused.value
         await eventually(lambda: served.runner.lines == 0)
+
+
+async def test_a_newer_peer_speaks_what_the_older_one_does() -> None:
+    """Fields are only added: a rollout stops no drafts, whichever side is first."""
+    async with serving(ToyDrafter()) as served:
+        newer = facts(protocol_version=PROTOCOL_VERSION + 1)
+        async with linked(served.address, newer) as caller:
+            assert (await caller.draft(asking("x"))).ids
+    script = Script()
+    script.hello = Script.well(replace(CARD, protocol_version=PROTOCOL_VERSION + 1))
+    async with scripted(script) as address, linked(address) as caller:
+        assert (await caller.draft(asking("x"))).ids
 
 
 async def test_nobody_there_is_unavailable() -> None:
@@ -438,7 +457,7 @@ READS = replace(CARD, layer_ids=(0, 2), feature_id="f", feature_width=8)
         (Script.well(replace(CARD, vocab_size=77)), ["vocab_size", "77", "160"]),
         (Script.well(replace(CARD, target_id="t9")), ["target_id", "t9", "target-1"]),
         (Script.well(replace(CARD, tokenizer_hash="h9")), ["tokenizer_hash", "h9", "tokens-1"]),
-        (Script.well(replace(CARD, protocol_version=9)), ["protocol_version", "9", "1"]),
+        (Script.well(replace(CARD, protocol_version=0)), ["protocol_version", "0", "1"]),
         (Script.well(replace(READS, layer_ids=(0, 3)), feature_dtype=1), ["[0, 3]", "4 layers"]),
         (Script.well(replace(READS, layer_ids=(-2,)), feature_dtype=1), ["[-2]", "4 layers"]),
         (Script.well(replace(CARD, gamma=65)), ["gamma", "65", "64"]),

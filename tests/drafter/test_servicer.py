@@ -61,7 +61,7 @@ async def test_the_hello_says_all_that_a_verifier_needs() -> None:
 @pytest.mark.parametrize(
     ("changes", "both"),
     [
-        ({"protocol_version": 2}, ("protocol_version", "1", "2")),
+        ({"protocol_version": 0}, ("protocol_version", "1", "0")),
         ({"target_id": "another"}, ("target_id", "'target-1'", "'another'")),
         ({"vocab_size": 161}, ("vocab_size", "160", "161")),
         ({"tokenizer_hash": "other"}, ("tokenizer_hash", "'tokens-1'", "'other'")),

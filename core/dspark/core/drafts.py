@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from dspark.core.sampling import SamplingMode
 
 PROTOCOL_VERSION = 1
+# Fields are only added, so of two peers the older decides; what is older than this is not spoken.
+OLDEST_PROTOCOL_VERSION = 1
 MAX_SUPPORT = 128
 MAX_GAMMA = 64
 

@@ -9,7 +9,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dspark.core.drafts import MAX_GAMMA, PROTOCOL_VERSION, Drafter, DrafterCard
+from dspark.core.drafts import (
+    MAX_GAMMA,
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Drafter,
+    DrafterCard,
+)
 from dspark.core.errors import ConfigError, ModelError
 from dspark.core.plans import CalibrationTable
 
@@ -96,14 +102,18 @@ def row_bytes(card: DrafterCard, dtype: FeatureDtype) -> int:
 def check_fit(facts: VerifierFacts, card: DrafterCard) -> None:
     """Raises ModelError naming both sides' values where a drafter cannot serve a verifier."""
     both = (
-        ("protocol_version", card.protocol_version, facts.protocol_version),
         ("vocab_size", card.vocab_size, facts.vocab_size),
         ("target_id", card.target_id, facts.target_id),
         ("tokenizer_hash", card.tokenizer_hash, facts.tokenizer_hash),
     )
+    if min(card.protocol_version, facts.protocol_version) < OLDEST_PROTOCOL_VERSION:
+        raise ModelError(
+            f"protocol_version: the drafter {card.drafter_id!r} has {card.protocol_version}, the "
+            f"verifier {facts.verifier!r} has {facts.protocol_version}, must be at least "
+            f"{OLDEST_PROTOCOL_VERSION}"
+        )
     for field, drafter, verifier in both:
-        # 0 and "" say "any", and nobody can do without a protocol version.
-        if drafter != verifier and (field == "protocol_version" or (drafter and verifier)):
+        if drafter and verifier and drafter != verifier:  # 0 and "" say "any"
             raise ModelError(
                 f"{field}: the drafter {card.drafter_id!r} has {drafter!r}, "
                 f"the verifier {facts.verifier!r} has {verifier!r}"
