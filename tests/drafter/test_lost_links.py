@@ -33,7 +33,7 @@ from dspark.core.errors import ConfigError, ModelError, Unavailable
 from dspark.core.plans import CalibrationTable
 from dspark.core.replicas import Replica
 from dspark.core.sampling import SamplingMode
-from dspark.drafter import BatchingConfig, DrafterOffer
+from dspark.drafter import BatchingConfig, DrafterOffer, RemoteDrafter
 from dspark.drafter.wire_servicer import offer_to_wire
 from dspark.v1 import drafting_pb2 as pb
 from dspark.v1 import drafting_pb2_grpc as pb_grpc
@@ -380,6 +380,22 @@ async def test_a_newer_peer_speaks_what_the_older_one_does() -> None:
     script.hello = Script.well(replace(CARD, protocol_version=PROTOCOL_VERSION + 1))
     async with scripted(script) as address, linked(address) as caller:
         assert (await caller.draft(asking("x"))).ids
+
+
+async def test_a_bug_in_a_links_task_costs_one_stream(caplog: pytest.LogCaptureFixture) -> None:
+    rung: list[None] = []
+
+    def bell() -> None:
+        rung.append(None)
+        if len(rung) == 1:
+            raise ZeroDivisionError("a bug")
+
+    async with serving(ToyDrafter()) as served:
+        link = RemoteDrafter(Replica("d1", served.address), facts(), bell, silent_s=PATIENT_S)
+        async with link:
+            await eventually(lambda: link.figures.connected == 2 and link.available)
+            await works(Caller(link, asyncio.Event()))
+    assert "its link has failed" in caplog.text
 
 
 async def test_nobody_there_is_unavailable() -> None:

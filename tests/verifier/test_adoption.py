@@ -284,6 +284,34 @@ async def test_an_engine_that_is_stuck_keeps_no_drafter(store: Store) -> None:
         backend.gate.set()
 
 
+async def test_a_bug_in_following_the_list_costs_one_list() -> None:
+    class Stumbling:
+        lists = 0
+
+        async def watch(self, pools: Any) -> AsyncIterator[list[Member]]:
+            self.lists += 1
+            if self.lists == 1:
+                raise ZeroDivisionError("a bug")
+            yield [Member(Pool.DRAFTER, Replica("d1", "127.0.0.1:9"), a_drafter().card)]
+            await asyncio.Event().wait()
+
+    met = asyncio.Event()
+
+    def connect(replica: Replica, facts: VerifierFacts, bell: Bell) -> RemoteDrafter:
+        met.set()
+        return patiently(replica, facts, bell)
+
+    engine = toy_engine(ToyBackend(RULE, V))
+    scheduler: Any = Stumbling()
+    async with (
+        EngineRunner(engine) as runner,
+        Adoption(scheduler, runner, card_of(engine), "v1", LAYERS, connect=connect) as adoption,
+    ):
+        adoption.begin_life(1)
+        async with asyncio.timeout(PATIENT_S):
+            await met.wait()
+
+
 async def test_a_lease_names_the_drafter_that_drafts(store: Store) -> None:
     """From the scheduler's choice through gateway and verifier to the one replica."""
     async with (

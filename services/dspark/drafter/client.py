@@ -236,10 +236,16 @@ class RemoteDrafter:
                 why = error
                 if isinstance(error, REFUSALS) and not first.done():
                     first.set_exception(error)
+            except Exception as error:  # a bug costs this try, not all of them
+                why = self._unforeseen(error)
             else:
                 log.info("%s: connected", self._peer)
                 began = self._clock()
-                why = await self._serve(stream, first)
+                try:
+                    why = await self._serve(stream, first)
+                except Exception as error:
+                    await stream.connection.close()
+                    why = self._unforeseen(error)
                 if self._clock() - began > STEADY_S:
                     retry_s = FIRST_RETRY_S
             self._note(why)
@@ -249,6 +255,10 @@ class RemoteDrafter:
                 pause_s, retry_s = retry_s, min(2 * retry_s, MAX_RETRY_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
+    def _unforeseen(self, error: Exception) -> DsparkError:
+        log.exception("%s: its link has failed", self._peer)
+        return Unavailable(f"its link has failed: {error!r}")
+
     async def _serve(self, stream: DraftingStream, first: asyncio.Future[None]) -> DsparkError:
         """Until the stream is lost: why."""
         self._told.clear()
@@ -256,8 +266,8 @@ class RemoteDrafter:
         self.figures.connected += 1
         if not first.done():
             first.set_result(None)
-        self._bell()
         try:
+            self._bell()
             return await stream.serve()
         finally:
             self._stream = None

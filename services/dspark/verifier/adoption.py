@@ -104,6 +104,8 @@ class Adoption:
                         self._meet(members)
             except DsparkError as error:  # what we have goes on
                 log.debug("the list of drafters is not told now: %s", error)
+            except Exception:
+                log.exception("the list of drafters could not be followed")
             await asyncio.sleep(AGAIN_S)
 
     def _meet(self, members: Sequence[Member]) -> None:
@@ -125,11 +127,17 @@ class Adoption:
         while True:
             await asyncio.sleep(AGAIN_S)
             for name in self._known.keys() - self._listed:
-                link = self._links.get(name)
-                if link is None or not link.available:
-                    _, task = self._known.pop(name)
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
+                try:
+                    await self._leave_if_gone(name)
+                except Exception:
+                    log.exception("drafter %s could not be left", name)
+
+    async def _leave_if_gone(self, name: str) -> None:
+        link = self._links.get(name)
+        if link is None or not link.available:
+            _, task = self._known.pop(name)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _keep(
         self, replica: Replica, card: DrafterCard, after: Sequence[asyncio.Task[None]]
