@@ -233,6 +233,22 @@ async def test_a_request_after_the_stop_is_refused() -> None:
         await answer(runner, request("a", PROMPT, greedy(5)))
 
 
+async def test_commands_that_keep_coming_keep_no_step_from_being_done() -> None:
+    async with EngineRunner(engine()) as runner:
+        flooding = True
+
+        def again() -> None:
+            if flooding:
+                runner._commands.put(again)  # as a caller does who is quicker than the thread
+
+        again()
+        try:
+            async with asyncio.timeout(20):
+                assert whole(await answer(runner, request("a", PROMPT, greedy(8))))
+        finally:
+            flooding = False
+
+
 class BlockedBackend(ToyBackend):
     """Its forwards wait for a gate."""
 

@@ -20,8 +20,8 @@ class EngineConfig:
     choice that wait for its reader before its sequence pauses; at half of them it goes on.
     stall_timeout_s: seconds that a choice may stand paused; a tab that sleeps is given up, a reader
     that is merely slow is not. heartbeat_s: seconds between two signs of life to a gateway,
-    which takes three that are missed for a death; never less than half the longest step, after
-    which one is given.
+    which takes more than three that are missed for a death. They are given between steps, so who
+    loads a target makes it half its longest step where that is more (`deploy.single`).
     """
 
     kv_tokens: int = 65_536

@@ -40,7 +40,8 @@ class DraftRequest:
     tokens: committed ids at positions start..anchor (n + 1 of them; the last is the anchor).
     features: float32 [n, d] context features of positions start..anchor-1, None for a drafter that
     reads none. output_position: generated tokens before x_1 (the anchor counted). gamma: at most so
-    many tokens are wanted. A session opens with start = 0.
+    many tokens are wanted. A session opens with start = 0, or with the first position of the window
+    that the drafter reads (`DrafterLink.context_window`).
     """
 
     session: str

@@ -252,9 +252,9 @@ class EngineRunner:
             self._step_began = None
 
     def _take_commands(self) -> None:
-        """Do all that was asked for; wait for the first of it while there is nothing else to do.
-        For one only: commands that keep coming may not keep time from passing (deadlines, signs of
-        life)."""
+        """Do what was asked for until now; wait for the first of it while there is nothing else to
+        do. Commands that keep coming are for the next time: they may not keep time from passing
+        (steps, deadlines, signs of life)."""
         if self.engine.idle and not self._checked:  # once: the scheduler asks all the time
             self._checked = True
             self.engine.check_integrity()
@@ -263,7 +263,7 @@ class EngineRunner:
         tick = None if self.engine.idle else min(TICK_S, self._heartbeat_s)
         if tick is not None and not self.engine.stalled:
             tick = min(tick, patience)
-        while True:
+        for _ in range(max(self._commands.qsize(), 1)):
             try:
                 self._commands.get(waits, tick)()
             except queue.Empty:
