@@ -202,7 +202,9 @@ async def test_a_malformed_request_costs_itself(what: str) -> None:
         assert (told[bad.session].round, list(told[bad.session].ids)) == (5, [])
         assert len(told["good"].ids) == 4
         assert [request.session for request in toy.requests] == ["1:good"]
-        assert sum(served.servicer.faults.values()) == 1
+        (refused,) = served.runner.figures.refused.items()
+        assert refused[0].startswith("malformed: ")
+        assert refused[1] == 1
 
 
 async def test_features_have_no_place_where_none_are_read() -> None:
@@ -307,7 +309,7 @@ async def test_a_verifier_that_does_not_read_holds_up_nobody() -> None:
         await stream.hello()
         requests = [wire_request(f"{i:0512}", gamma=64) for i in range(300)]
         rounds = 0
-        while not served.servicer.unread_dropped:
+        while not served.runner.figures.refused["unread"]:
             for request in requests:
                 request.round = rounds
             await stream.send(batch=pb.DraftBatch(requests=requests))

@@ -283,7 +283,7 @@ def test_greedy_keeps_what_equals_the_argmax() -> None:
     assert verify_greedy(own, [2, 0]) == Verdict((1,))
     assert verify_greedy(own[:1], []) == Verdict((1,))
     verdict = verify_greedy(own, [1, 2])
-    assert (verdict.accepted, verdict.next_id) == (1, 0)
+    assert (verdict.accepted, verdict.ids[-1]) == (1, 0)
 
 
 # ---------------------------------------------------------------- L2
@@ -466,7 +466,7 @@ def test_a_residual_without_mass_falls_back_to_p_and_is_counted() -> None:
     q = np.zeros(V)
     q[drafter.ids[ANCHOR]] = normalized_weights(drafter.weights[ANCHOR])
     verdicts = [verify_rejection(lambda _: q / 2, *drafter.block(1, rng), rng) for _ in range(N)]
-    fallen = [v.next_id for v in verdicts if v.fallbacks]
+    fallen = [v.ids[-1] for v in verdicts if v.fallbacks]
     assert all((v.fallbacks == 1) == (v.accepted == 0) for v in verdicts)
     assert abs(len(fallen) / N - 0.5) < 4 * 0.5 / np.sqrt(N)
     assert chi_square(np.bincount(fallen, minlength=V), q) > FAIR

@@ -83,6 +83,7 @@ async def test_a_verifier_says_what_its_engine_did(used: Traced) -> None:
         assert at("wire_bytes_total", direction=direction, drafter="d1") > 0
         assert at("wire_messages_total", direction=direction, drafter="d1") > 0
     assert at("drafter_reply_seconds", drafter="d1") > 0
+    assert at("drafter_connections_total", drafter="d1") >= 1
     assert at("scheduler_outages_total") >= at("scheduler_away")
 
 

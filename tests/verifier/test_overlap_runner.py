@@ -47,6 +47,7 @@ class HeldLink:
     )
     context_window: int = 0
     available: bool = True
+    draining: bool = False
     looks: int = 0
     held: list[Answer] = field(default_factory=list)
     inbox: list[Answer] = field(default_factory=list)

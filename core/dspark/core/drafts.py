@@ -162,6 +162,11 @@ class DrafterLink(Protocol):
         """Whether answers can be expected now."""
         ...
 
+    @property
+    def draining(self) -> bool:
+        """It is going away: open no session here, and move the ones that are."""
+        ...
+
     def ask(self, requests: Sequence[DraftRequest]) -> None:
         """One step's worth. A newer round of a session makes the older one's answer unwanted."""
         ...

@@ -23,7 +23,3 @@ class Verdict:
     @property
     def accepted(self) -> int:
         return len(self.ids) - 1
-
-    @property
-    def next_id(self) -> int:
-        return self.ids[-1]

@@ -163,7 +163,6 @@ class RemoteDrafter:
             return
         if self.available and self._call(self._ask, tuple(requests)):
             return
-        self.figures.lost += len(requests)
         self._tell([Lost(r.session, r.round, self._why) for r in requests])
 
     def answers(self) -> list[Answer]:
@@ -210,7 +209,6 @@ class RemoteDrafter:
         if self._stream is not None:
             self._stream.ask(requests)
         else:
-            self.figures.lost += len(requests)
             self._tell([Lost(r.session, r.round, self._why) for r in requests])
 
     def _forget(self, session: str) -> None:

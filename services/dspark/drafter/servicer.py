@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -61,10 +61,13 @@ class _Stream:
 
     def __init__(self, facts: VerifierFacts, runner: DraftRunner, most: int) -> None:
         self.facts = facts
-        self.outbox = Outbox(most)
+        self.outbox = Outbox(most, self._unread)
         self._runner = runner
         self.line: Line = runner.open(self.outbox.put)
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _unread(self, replies: int) -> None:
+        self._runner.figures.refused["unread"] += replies
 
     def end(self, error: DsparkError | None = None) -> None:
         """Its sessions are dropped now; the call ends with the error, or well."""
@@ -93,8 +96,8 @@ class _Stream:
 class DraftingServicer(pb_grpc.DraftingServicer):
     """A mapping onto a drafter's runner. A `serving.Service`.
 
-    faults: what verifiers sent and was not taken, by why. max_verifiers: streams at a time.
-    max_unread: replies that wait for one verifier to read.
+    max_verifiers: streams at a time. max_unread: replies that wait for one verifier to read. What
+    verifiers sent and was not taken, or did not read, is counted in the runner's figures.
     """
 
     name = SERVICE
@@ -109,7 +112,6 @@ class DraftingServicer(pb_grpc.DraftingServicer):
         max_unread: int = MAX_UNREAD,
     ) -> None:
         self.draining = False
-        self.faults: Counter[str] = Counter()
         self.options = (
             ("grpc.max_receive_message_length", offer.max_message_bytes),
             ("grpc.max_send_message_length", 2 * MAX_REPLY_BYTES),
@@ -134,11 +136,6 @@ class DraftingServicer(pb_grpc.DraftingServicer):
     def verifiers(self) -> int:
         """Streams that are open."""
         return len(self._streams)
-
-    @property
-    def unread_dropped(self) -> int:
-        """Replies that verifiers with an open stream did not read in time."""
-        return sum(stream.outbox.dropped for stream in self._streams.values())
 
     def add_to(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_DraftingServicer_to_server(self, server)
@@ -251,8 +248,9 @@ class DraftingServicer(pb_grpc.DraftingServicer):
         self, stream: _Stream, session: str, round_: int | None, error: InvalidRequest
     ) -> None:
         """Context that makes no sense is left out: the request that builds on it will miss it."""
-        self.faults[error.field] += 1
-        if self.faults[error.field] == 1:
+        refused, why = self._runner.figures.refused, f"malformed: {error.field}"
+        refused[why] += 1
+        if refused[why] == 1:
             log.warning("verifier %r: a request is not taken: %s", stream.facts.verifier, error)
         if round_ is not None:
             stream.outbox.put([no_draft(session, round_)])

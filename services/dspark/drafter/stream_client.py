@@ -37,18 +37,13 @@ CLOSE_S = 0.05
 
 @dataclass(slots=True)
 class LinkFigures:
-    """Since the start, plain numbers. Messages and bytes are payloads, without the hellos. lost:
-    rounds answered with Lost. unwanted: replies that nobody waited for any more. connected: streams
-    so far. reply_s: usual seconds from asking to the answer."""
+    """Since the start, plain numbers. Messages and bytes are payloads, without the hellos.
+    connected: streams so far. reply_s: usual seconds from asking to the answer."""
 
     messages_sent: int = 0
     messages_received: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    asked: int = 0
-    answered: int = 0
-    lost: int = 0
-    unwanted: int = 0
     connected: int = 0
     reply_s: float = 0.0
 
@@ -129,7 +124,6 @@ class DraftingStream:
                 self._rounds.drop(request.session)
                 why = f"{unsent} bytes wait for the drafter, the limit is {self._max_unsent}"
                 refused.append(Lost(request.session, request.round, why))
-        self._figures.asked += len(requests)
         self._send(taken, size)
         self._tell_lost(refused)
         if self._rounds and self._tick is None:
@@ -231,9 +225,7 @@ class DraftingStream:
             session = reply.need_context.session
             asked = self._rounds.needed(session, reply.need_context.start, now)
         if asked is None:
-            figures.unwanted += 1
             return None
-        figures.answered += 1
         figures.reply_s = self._rounds.usual_s
         if reply.WhichOneof("reply") != "draft":
             return need_from_wire(reply.need_context)
@@ -254,6 +246,5 @@ class DraftingStream:
         self._tick = self._loop.call_later(self._rounds.tick_s, self._on_tick)
 
     def _tell_lost(self, lost: Sequence[Lost]) -> None:
-        self._figures.lost += len(lost)
         if lost:
             self._tell(lost)

@@ -114,6 +114,12 @@ def _links(links: Iterable[LinkReading]) -> Iterator[Metric]:
     for link in links:
         states[link.state] += 1
     yield gauges("drafter_links", "Links to drafter replicas by state", "state", states)
+    yield counters(
+        "drafter_connections",
+        "Streams to a drafter replica so far",
+        "drafter",
+        {link.drafter: link.connected for link in links},
+    )
     yield gauges(
         "drafter_reply_seconds",
         "Mean time from asking a drafter to its answer",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LinkReading:
-    """A link to one drafter replica. state: up, draining or down."""
+    """A link to one drafter replica. state: up, draining or down. connected: streams so far."""
 
     drafter: str
     state: str
@@ -30,6 +30,7 @@ class LinkReading:
     messages_sent: int = 0
     messages_received: int = 0
     reply_s: float = 0.0
+    connected: int = 0
     budget: float | None = None
 
 
@@ -149,6 +150,7 @@ def _links(engine: Engine) -> Iterator[LinkReading]:
             figures.messages_sent,
             figures.messages_received,
             figures.reply_s,
+            figures.connected,
             budgets.get(name),
         )
 

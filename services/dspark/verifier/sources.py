@@ -128,7 +128,7 @@ class LinkSource:
 
     @property
     def draining(self) -> bool:
-        return bool(getattr(self.link, "draining", False))
+        return self.link.draining
 
     @property
     def context_window(self) -> int:
