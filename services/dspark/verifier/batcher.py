@@ -175,7 +175,7 @@ class Batcher:
         if self._cache.attach(sequence):
             return True
         paused = sorted((other for other in self.running if other.paused), key=rank)
-        if not self._cache.fits_without(paused, sequence):
+        if not paused or not self._cache.fits_without(paused, sequence):
             return False
         while paused:
             self._preempt(paused.pop())
