@@ -34,11 +34,15 @@ class Authority:
     def ca(self) -> Path:
         return self.directory / "ca.pem"
 
-    def sign(self, name: str, san: str = "IP:127.0.0.1") -> tuple[Path, Path]:
-        """A certificate and its key. san: what it may be reached as."""
+    def sign(self, name: str, san: str = "IP:127.0.0.1", usage: str = "") -> tuple[Path, Path]:
+        """A certificate and its key. san: what it may be reached as. usage: extendedKeyUsage, ""
+        for any."""
         key, file = self.directory / f"{name}.key", self.directory / f"{name}.pem"
         request, wanted = self.directory / f"{name}.csr", self.directory / f"{name}.ext"
-        wanted.write_text(f"subjectAltName={san}\n")
+        extensions = [f"subjectAltName={san}\n"]
+        if usage:
+            extensions.append(f"extendedKeyUsage={usage}\n")
+        wanted.write_text("".join(extensions))
         openssl("req", "-new", *_EC, "-subj", f"/CN={name}", "-keyout", key, "-out", request)
         openssl(
             *("x509", "-req", "-days", "2", "-in", request, "-extfile", wanted, "-out", file),

@@ -70,10 +70,17 @@ def test_files_that_peers_would_refuse_are_told_at_the_start(
     ours: Authority, theirs: Authority, right: PeerFiles, tmp_path: Path
 ) -> None:
     stranger = theirs.sign("stranger")
+    serves = ours.sign("serves", usage="serverAuth")
+    calls = ours.sign("calls", usage="clientAuth")
     empty = tmp_path / "empty.pem"
     empty.write_text("")
     for files, told in (
         (PeerFiles(ours.ca, *stranger), "peers that trust .*ca.pem would refuse it"),
+        (
+            PeerFiles(ours.ca, *serves),
+            "serves.pem: peers that trust .* would refuse it: unsuitable",
+        ),
+        (PeerFiles(ours.ca, *calls), "calls.pem: peers that trust .* would refuse it: unsuitable"),
         (PeerFiles(right.ca, right.certificate, right.key, NAME), f"not valid for '{NAME}'"),
         (PeerFiles(right.ca, right.certificate, stranger[1]), "are no certificate and its key"),
         (PeerFiles(empty, right.certificate, right.key), "empty.pem is no certificate"),

@@ -63,18 +63,21 @@ class PeerFiles:
 
     def check(self) -> None:
         """Raises ConfigError for files that cannot be used, a certificate that its own peers would
-        not take, and one without the name that they look for."""
+        not take, from a server or from a client, and one without the name that they look for."""
         self.server.check()
         ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        ours.load_cert_chain(self.certificate, self.key, password="")
+        ours.verify_mode = ssl.CERT_REQUIRED
+        ours.load_verify_locations(self.ca)
         peer = ssl.create_default_context(cafile=self.ca)
         peer.check_hostname = bool(self.server_name)
+        for context in (ours, peer):
+            context.load_cert_chain(self.certificate, self.key, password="")
         try:
             _shake_hands(ours, peer, self.server_name or None)
-        except ssl.SSLCertVerificationError as error:
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", None) or error.reason or "no handshake"
             raise ConfigError(
-                f"tls: {self.certificate}: peers that trust {self.ca} would refuse it: "
-                f"{error.verify_message}"
+                f"tls: {self.certificate}: peers that trust {self.ca} would refuse it: {why}"
             ) from None
 
 
