@@ -614,6 +614,14 @@ def test_bench_of_our_own_server(dspark: Callable[..., Ran], checkpoint: Path) -
     assert result["ratios"]["plain"]["throughput"]["pairs"] == 2
 
 
+def test_bench_of_the_native_backend(dspark: Callable[..., Ran], checkpoint: Path) -> None:
+    """It is what the server is started with, which knows what it may be asked for."""
+    asked = ("--backend", "native", "--dtype", "bfloat16", "--concurrency", "1")
+    ran = dspark("bench", "serve", "--model", checkpoint, *asked)
+    assert ran.status == 1
+    assert "dtype: the native backend has no bfloat16, it has: float32, int8" in ran.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -108,6 +108,7 @@ def serve(
     drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",
+    backend: options.Backend = "transformers",
     dtype: options.DType = "float32",
     threads: options.Threads = 0,
     kv_tokens: options.KVTokens = 65_536,
@@ -125,6 +126,7 @@ def serve(
     plan = Plan(chats, _loads(concurrency, rate), rounds, max_tokens, requests)
     flags: dict[str, str | int] = {
         "model": model,
+        "backend": backend,
         "dtype": dtype,
         "threads": threads,
         "kv-tokens": kv_tokens,
