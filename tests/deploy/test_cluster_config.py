@@ -48,7 +48,7 @@ def test_it_travels_as_yaml_and_json(file: Path) -> None:
         file,
         """
         name: trip
-        drafter: {autoscale: {min: 0, max: 3, target: 1}}
+        drafter: {autoscale: {min: 1, max: 3, target: 1}}
         verifier: {replicas: per-node, resources: {gpus: 0.5, custom: {verifier: 1}}}
         scheduler: {replicas: 2, shares: {acme: 2}, settings: {ttl_s: 3}}
         gateway: {bounds: {idle_s: 5}, tls: {certificate: a.pem, key: b.pem}}
@@ -140,6 +140,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "upside down": (
         {"drafter": {"autoscale": {"min": 4, "max": 3}}},
         "drafter.autoscale: min: 4 is above max, 3",
+    ),
+    "a pool of none": (
+        {"drafter": {"autoscale": {"min": 0, "max": 3}}},
+        "drafter.autoscale.min: Input should be greater than or equal to 1, not 0",
     ),
     "negative resources": (
         {"verifier": {"resources": {"gpus": -1}}},

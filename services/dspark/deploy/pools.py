@@ -21,6 +21,9 @@ PER_NODE: Literal["per-node"] = "per-node"
 # Ray's workers take any of these, so a server of ours that wants one may find it taken.
 RAY_PORTS = range(10_000, 20_000)
 
+# Where a server is reached from its own machine only.
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 _Host = Field(default="127.0.0.1", min_length=1)
 _AnyPort = Field(default=0, ge=0, le=65_535)
 _Threads = Field(default=0, ge=0, le=MAX_THREADS)
@@ -33,9 +36,10 @@ BatchingSection: Any = section(BatchingConfig)
 class Autoscale(Strict):
     """Between `min` and `max` replicas, so many that each carries `target` of what it can take
     (`roles.Load.pressure`). up_s, down_s: seconds that the load asks for more, or for fewer, before
-    there are; a replica takes seconds to load and a drain may take drain_s."""
+    there are; a replica takes seconds to load and a drain may take drain_s. min: of a
+    pool of none nobody could tell the load."""
 
-    min: int = Field(default=1, ge=0)
+    min: int = Field(default=1, ge=1)
     max: int = Field(ge=1)
     target: float = Field(default=0.7, gt=0, le=1)
     up_s: float = Field(default=3.0, ge=0)
@@ -91,7 +95,7 @@ class PoolSection(Strict):
     def initial(self) -> int | Literal["per-node"]:
         """Replicas to begin with."""
         if self.autoscale is not None:
-            return max(self.autoscale.min, self.least)
+            return self.autoscale.min
         return 1 if self.replicas is None else self.replicas
 
     @property

@@ -130,9 +130,8 @@ def _size(section: PoolSection) -> dict[str, Any]:
     auto = section.autoscale
     if auto is not None:
         return {
-            # One at least: of a pool of none nobody could tell the load.
             "autoscaling_config": _autoscaling(
-                max(auto.min, 1),
+                auto.min,
                 auto.max,
                 "ByPressure",
                 {"target": auto.target},
