@@ -69,8 +69,26 @@ def test_a_ray_elsewhere_needs_a_store_that_all_reach(
 ) -> None:
     words = "up", "--address", "http://127.0.0.1:1"
     assert "store.url: " in refused(capsys, *words)
-    file = written(tmp_path, {"store": {"url": "redis://store:6379"}})
+    store = {"store": {"url": "redis://store:6379"}}
+    hosts = {
+        "scheduler": {"host": "0.0.0.0"},
+        "gateway": {"host": "10.0.0.1"},
+        "verifier": {"host": "::1", "advertise": "::1"},
+        "drafter": {"replicas": 0},
+    }
+    file = written(tmp_path, {**store, **hosts})
     assert "does not answer" in refused(capsys, *words, "-f", file, status=1)
+
+
+@pytest.mark.parametrize("pool", ["scheduler", "gateway", "verifier", "drafter"])
+def test_on_a_ray_elsewhere_replicas_are_reached_from_other_nodes(
+    pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = {name: {"host": "0.0.0.0"} for name in ("scheduler", "gateway", "verifier", "drafter")}
+    del hosts[pool]["host"]
+    file = written(tmp_path, {"store": {"url": "redis://store:6379"}, **hosts})
+    told = refused(capsys, "up", "--address", "http://127.0.0.1:1", "-f", file)
+    assert f"{pool}.host: 127.0.0.1 is reached from its own node only" in told
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,23 @@ def _deploy(config: ClusterConfig, address: str, wait: float) -> None:
             "store.url: a cluster on a Ray that runs needs a Redis or Valkey that its schedulers "
             "reach: set store.url or store.url_file"
         )
+    _check_reached(config)
     _apply(RestDoor(address, auth_token()), config, wait)
+
+
+def _check_reached(config: ClusterConfig) -> None:
+    """Replicas of a Ray that runs may be on any of its nodes. Raises ConfigError for those that
+    listen where only their own node reaches them, unless the file says that all are on one."""
+    from dspark.core.errors import ConfigError
+    from dspark.deploy.pools import LOOPBACK, POOLS
+
+    for name in POOLS:
+        pool = config.pool(name)
+        if pool.host in LOOPBACK and pool.advertise is None and pool.initial:
+            raise ConfigError(
+                f"{name}.host: {pool.host} is reached from its own node only: listen on 0.0.0.0, "
+                f"or say that all nodes are one machine: {name}.advertise: {pool.host}"
+            )
 
 
 def _apply(door: Door, config: ClusterConfig, wait: float, *, at_once: bool = False) -> None:

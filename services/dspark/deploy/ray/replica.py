@@ -124,7 +124,7 @@ class Replica:
 
 
 def _host() -> tuple[str, str]:
-    """(what names the machine, where others reach it, "" where the configuration says it)."""
+    """(what names the machine, its address for other machines, "" where there are none)."""
     import ray
 
     if os.environ.get(LOCAL):

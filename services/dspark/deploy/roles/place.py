@@ -39,8 +39,9 @@ Server = TypeVar("Server")
 @dataclass(frozen=True, slots=True)
 class Place:
     """name: the replica's id, which no earlier process had. schedulers: host:port of each.
-    environment: of the process. advertise: the host that others are told, "" for what the
-    configuration says. port_wait_s: seconds in which a port of the pool may become free."""
+    environment: of the process. advertise: this machine's address, for where the configuration
+    means all of them; "" for what is found out. port_wait_s: seconds in which a port of the pool
+    may become free."""
 
     config: ClusterConfig
     pool: str
@@ -58,9 +59,11 @@ class Place:
 
     @property
     def host(self) -> str:
-        """That others are told."""
-        host = self.advertise or self.section.advertise or self.section.host
-        return own_address() if host in ALL else host
+        """That others are told: what the file says, else where it listens."""
+        section = self.section
+        if section.advertise:
+            return section.advertise
+        return (self.advertise or own_address()) if section.host in ALL else section.host
 
     def reached(self, port: int) -> str:
         return address_of(self.host, port)

@@ -26,7 +26,7 @@ def role(
     """A replica, to be entered on an event loop that is its own; it may be ready later.
 
     name: "" for one that nobody had. schedulers: host:port, as the configuration says if none is
-    given. environment: where secrets may be. advertise: the host that others are told. port_wait_s:
+    given. environment: where secrets may be. advertise: see `Place`. port_wait_s:
     seconds in which a fixed port may become free. Raises ConfigError; entering it raises
     ConfigError, ModelError and Unavailable.
     """
