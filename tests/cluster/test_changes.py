@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from dspark.core.errors import ConfigError, DeadlineExceeded, ModelError, NotFound
+from dspark.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ModelError,
+    NotFound,
+    Unavailable,
+)
 from dspark.deploy.cluster_config import ClusterConfig
 from dspark.deploy.ray import changes
 from dspark.deploy.ray.changes import Patience
@@ -240,6 +246,33 @@ def test_a_wait_has_an_end_and_says_what_is_missing() -> None:
         changes.scale(serve, "verifier", 2, patience(0.3, lines))
     assert lines == ["verifier: 0 of 2 ready, 2 starting"]
     changes.scale(serve, "verifier", 2, patience(), wait=False)
+
+
+def test_a_serve_that_does_not_answer_for_a_while_has_made_nothing_ready() -> None:
+    class Away(Serve):
+        looks = 0
+
+        def details(self) -> dict[str, Any]:
+            self.looks += 1
+            if self.looks in (5, 6):
+                raise Unavailable("its controller is starting")
+            self.stuck = self.looks < 8
+            self.applications = {
+                name: self._application(one["deployed_app_config"])
+                for name, one in self.applications.items()
+            }
+            return super().details()
+
+    serve = Away()
+    serve.applications = up().applications
+    lines: list[str] = []
+    changes.scale(serve, "verifier", 2, patience(lines=lines))
+    assert lines == [
+        "verifier: 0 of 2 ready, 2 starting",
+        "Serve: its controller is starting",
+        "Serve: answers again",
+        "verifier: ready",
+    ]
 
 
 def test_serve_says_what_a_replica_says() -> None:

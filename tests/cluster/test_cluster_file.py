@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
+from dspark.cli.main import main
 from dspark.core.errors import ConfigError, NotFound
 from dspark.deploy.ray.cluster_file import ClusterFile, Running, find_cluster, running_clusters
 
@@ -32,6 +35,34 @@ def test_a_name_is_for_one(tmp_path: Path) -> None:
     again = ClusterFile("one", tmp_path).hold()
     assert again is not None
     os.close(again)
+
+
+def test_down_does_not_wait_for_a_drain_beyond_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The keeper answers when it has drained, and until then only says what it does."""
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    file = ClusterFile("one")
+    lock = file.hold()
+    assert lock is not None
+    with socket.socket(socket.AF_UNIX) as keeper:
+        keeper.bind(str(tmp_path / "s"))
+        keeper.listen()
+        file.write(Running("one", 7, str(tmp_path / "s"), "0"))
+
+        def drain() -> None:
+            link, _ = keeper.accept()
+            with link:
+                link.sendall(b'{"said": "draining"}\n')
+                while link.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        assert main(["down", "--wait", "0.5"]) == 1
+        thread.join()
+    assert "one is not down after 0.5 s: process 7; --force ends it" in capsys.readouterr().err
+    os.close(lock)
 
 
 def test_a_file_left_behind_is_known_and_removed(tmp_path: Path) -> None:

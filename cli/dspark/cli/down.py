@@ -53,13 +53,17 @@ def _here(cluster: str | None, force: bool, wait: float, begun: float) -> None:
     from dspark.deploy.ray.doors import KeeperDoor
 
     running = find_cluster(cluster)
-    KeeperDoor(running.socket).close(force=force, told=say)
+    late = DeadlineExceeded(
+        f"cluster {running.name} is not down after {wait:g} s: process {running.pid}; "
+        "--force ends it at once"
+    )
+    try:
+        KeeperDoor(running.socket, begun + wait).close(force=force, told=say)
+    except DeadlineExceeded:
+        raise late from None
     file = ClusterFile(running.name)
     while file.taken():
         if time.monotonic() - begun > wait:
-            raise DeadlineExceeded(
-                f"cluster {running.name} is not down after {wait:g} s: process {running.pid}; "
-                "--force ends it at once"
-            )
+            raise late
         time.sleep(0.05)
     typer.echo(f"cluster {running.name} is down")

@@ -23,6 +23,8 @@ from dspark.deploy.ray.serve_config import FAREWELL_S
 
 # Seconds between two looks, and between two lines about the same wait.
 LOOK_S, LINE_S = 0.2, 10.0
+# What stands where a pool's name does while Serve does not answer.
+SERVE = "Serve"
 # A target that changes changes its verifiers first, then who drafts for them and who asks them.
 ORDER = ("scheduler", "verifier", "drafter", "gateway")
 
@@ -179,7 +181,7 @@ def wait_for(
         try:
             details = door.details()
         except Unavailable as error:  # its controller may be starting again
-            waits = {"Serve": str(error)}
+            waits = {**said, SERVE: str(error)}  # what was waited for still is, as far as we know
         else:
             waits = _waits(details, names, patience, replicas)
         now = patience.clock()
@@ -188,7 +190,8 @@ def wait_for(
                 patience.told(f"{name}: {line}")
                 said_at = now if said.get(name) == line else said_at
         for name in said.keys() - waits.keys():
-            patience.told(f"{name}: {'ready' if name in deployed(details) else 'gone'}")
+            came = "answers again" if name == SERVE else "ready"
+            patience.told(f"{name}: {came if name in (SERVE, *deployed(details)) else 'gone'}")
         said = waits
         if not waits:
             return

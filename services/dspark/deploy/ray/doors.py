@@ -4,8 +4,10 @@ that of Serve's REST API (ServeInstanceDetails, ServeDeploySchema), and need no 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dspark.core.errors import ConfigError, DsparkError, Unavailable
+from dspark.core.errors import ConfigError, DeadlineExceeded, DsparkError, Unavailable
 from dspark.deploy.pools import POOLS
 from dspark.deploy.ray.observed import deployed
 from dspark.deploy.ray.serve_config import LOGGING
@@ -41,10 +43,14 @@ class Door(Protocol):
 
 class KeeperDoor:
     """The keeper of a cluster on this machine, over a unix socket: a line of JSON asks, lines of
-    JSON answer, {"said": …} while it works and {"done": …} or {"error": …} at its end."""
+    JSON answer, {"said": …} while it works and {"done": …} or {"error": …} at its end.
 
-    def __init__(self, path: str) -> None:
+    until: on time.monotonic, when an answer is waited for no longer: then DeadlineExceeded, and
+    what was asked for goes on."""
+
+    def __init__(self, path: str, until: float = math.inf) -> None:
         self._path = path
+        self._until = until
 
     def details(self) -> dict[str, Any]:
         found: dict[str, Any] = self._ask("details")
@@ -62,22 +68,32 @@ class KeeperDoor:
 
     def _ask(self, what: str, told: Callable[[str], None] = print, **rest: Any) -> Any:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-            # A `down` says something at least every second.
-            link.settimeout(ANSWER_S)
             try:
+                link.settimeout(self._patience_s())
                 link.connect(self._path)
                 link.sendall(json.dumps({"ask": what, **rest}).encode() + b"\n")
                 with link.makefile("rb") as answers:
+                    # A `down` says something at least every ten seconds.
                     for answer in map(json.loads, answers):
+                        link.settimeout(self._patience_s())
                         if "said" in answer:
                             told(answer["said"])
                         elif "error" in answer:
                             raise Unavailable(answer["error"])
                         else:
                             return answer["done"]
+            except TimeoutError:
+                self._patience_s()
+                raise Unavailable(f"the cluster does not answer within {ANSWER_S:g} s") from None
             except (OSError, ValueError) as error:
                 raise Unavailable(f"the cluster does not answer: {error}") from None
         raise Unavailable("the cluster ended before it had answered")
+
+    def _patience_s(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the cluster was not done in time")
+        return min(left, ANSWER_S)
 
 
 class RestDoor:
