@@ -216,7 +216,8 @@ def test_less_than_one_request_a_minute_is_a_limit_too() -> None:
 def test_tokens_are_paid_when_they_are_known_and_a_debt_is_waited_out() -> None:
     clock = HandClock()
     who = tenant(clock, tokens_per_minute=600)
-    with who.admit(100):
+    with who.admit():
+        who.spend(100)
         who.spend(1100)  # 600 below nothing
     assert refused(who).retry_after_s == pytest.approx(60, abs=0.2)
     clock.now += 61

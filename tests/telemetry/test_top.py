@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dspark.cli.main import app, main
-from dspark.cli.top import cluster_state, rendered
+from dspark.cli.top import live_state, rendered
 from dspark.client import AsyncClient
 from dspark.core.errors import Unavailable
 from dspark.core.replicas import DrafterLoad, Member, Pool, Replica
@@ -67,7 +67,7 @@ def test_a_status_travels_whole() -> None:
 def test_who_plans_has_the_say() -> None:
     other = ClusterStatus("s2", False, seen_s=0.0)
     gone = Unavailable("nobody is there")
-    state = cluster_state({"a:1": other, "b:2": STATUS, "c:3": gone}, 12.0)
+    state = live_state({"a:1": other, "b:2": STATUS, "c:3": gone}, 12.0)
     assert state["scheduler"] == {
         "leader": "s1",
         "answer": ["a:1", "b:2"],
@@ -82,13 +82,13 @@ def test_who_plans_has_the_say() -> None:
 
 
 def test_a_person_sees_every_replica_and_what_is_wrong() -> None:
-    state = cluster_state({"b:2": STATUS, "c:3": Unavailable("nobody is there")}, 12.0)
+    state = live_state({"b:2": STATUS, "c:3": Unavailable("nobody is there")}, 12.0)
     text = shown(state)
     for told in ("g1", "v1", "d1", "draining", "75%", "2.50", "123", "25%", "-1.0", "2.1"):
         assert told in text, told
     assert "scheduler at c:3 does not answer: nobody is there" in text
     assert "calibration of dspark-1 (coupled) is off by 0.200" in text
-    away = cluster_state({"b:2": replace(STATUS, store_away_s=7.0)}, 12.0)
+    away = live_state({"b:2": replace(STATUS, store_away_s=7.0)}, 12.0)
     assert "the store is away for 7 s" in shown(away)
 
 

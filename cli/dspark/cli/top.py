@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.cli.cluster_door import Address, Cluster, door
-from dspark.core.drafts import DrafterCard
 from dspark.core.errors import ConfigError, DsparkError, Unavailable
-from dspark.core.replicas import DrafterLoad, VerifierCard
+from dspark.core.replicas import DrafterLoad
 from dspark.core.status import ClusterStatus, MemberStatus, VerifierLoad
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def _look(config: ClusterConfig) -> dict[str, Any]:
     from dspark.deploy.ray.state import views
 
     found = asyncio.run(views(config))
-    state = cluster_state(found, time.time())
+    state = live_state(found, time.time())
     if not state["scheduler"]["answer"]:
         why = "; ".join(f"{where}: {what}" for where, what in state["scheduler"]["silent"].items())
         raise Unavailable(f"no scheduler answers: {why}")
@@ -139,30 +138,19 @@ def _console() -> Console:
     return out
 
 
-def cluster_state(found: Views, now: float) -> dict[str, Any]:
+def live_state(found: Views, now: float) -> dict[str, Any]:
     """Plain data of what schedulers say, by address. now: seconds since 1970. The view is that of
     who plans, else of any that answers."""
-    answers = {where: view for where, view in found.items() if isinstance(view, ClusterStatus)}
-    views = sorted(answers.values(), key=lambda view: not view.leads)
-    view = views[0] if views else ClusterStatus("", False)
+    from dspark.deploy.ray.state import best, control_state
+
+    view = best(found) or ClusterStatus("", False)
     pools = {
         pool: [_replica(one) for one in view.members if one.member.pool == pool] for pool in POOLS
     }
     return {
         "at": round(now, 3),
         "seen_s": view.seen_s,
-        "scheduler": {
-            "leader": view.scheduler if view.leads else None,
-            "answer": sorted(answers),
-            "silent": {w: str(e) for w, e in found.items() if isinstance(e, DsparkError)},
-            "plans": view.plans,
-            "following": view.following,
-            "calibration": view.calibration,
-        },
-        "store": {
-            "there": bool(views) and view.store_away_s is None,
-            "away_s": view.store_away_s,
-        },
+        **control_state(found),
         "total": _total(view),
         "pools": pools,
         "drift": [asdict(drift) for drift in view.drift],
@@ -180,24 +168,19 @@ def _total(view: ClusterStatus) -> dict[str, float]:
 
 
 def _replica(status: MemberStatus) -> dict[str, Any]:
+    from dspark.deploy.ray.state import version_of
+
     member = status.member
     return {
         "id": member.replica.replica_id,
         "address": member.replica.address,
         "epoch": member.replica.epoch,
         "state": "draining" if member.draining else "ready",
-        "version": _version(status),
+        "version": version_of(status),
         "runs": status.runs,
         "claimed_tokens": status.claimed_tokens,
         "load": None if status.load is None else asdict(status.load),
     }
-
-
-def _version(status: MemberStatus) -> str:
-    card = status.member.card
-    if isinstance(card, VerifierCard):
-        return card.model
-    return f"{card.kind} {card.drafter_id}" if isinstance(card, DrafterCard) else ""
 
 
 def rendered(state: Mapping[str, Any]) -> RenderableType:

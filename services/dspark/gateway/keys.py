@@ -112,11 +112,8 @@ class Tenant:
         self._tokens = _bucket(self.limits.tokens_per_minute, clock)
 
     @contextmanager
-    def admit(self, tokens: int = 0) -> Iterator[None]:
-        """Counts as one running request inside. tokens: to `spend` at once.
-
-        Raises `Overloaded`, and then nothing is used up.
-        """
+    def admit(self) -> Iterator[None]:
+        """Counts as one running request inside. Raises `Overloaded`: then nothing is used up."""
         most = self.limits.concurrent_requests
         if most is not None and self.running >= most:
             raise Overloaded(
@@ -135,7 +132,6 @@ class Tenant:
                 )
         if self._requests is not None:
             self._requests.take(1)
-        self.spend(tokens)
         self.running += 1
         try:
             yield

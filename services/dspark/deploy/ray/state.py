@@ -76,12 +76,21 @@ def cluster_state(
         "cluster": config.name,
         "model": config.model_name,
         "pools": {name: _pool(pool, members, schedulers) for name, pool in pools.items()},
+        **control_state(found),
+    }
+
+
+def control_state(found: Mapping[str, ClusterStatus | DsparkError]) -> dict[str, Any]:
+    """Of schedulers and their store, as `dspark status` and `dspark top` tell it. Plain data."""
+    view = best(found)
+    answer = [address for address, one in found.items() if isinstance(one, ClusterStatus)]
+    return {
         "scheduler": {
             "leader": view.scheduler if view is not None and view.leads else None,
             "plans": 0 if view is None else view.plans,
             "calibration": 0 if view is None else view.calibration,
             "following": 0 if view is None else view.following,
-            "answer": sorted(schedulers.values()),
+            "answer": sorted(answer),
             "silent": {a: str(e) for a, e in found.items() if isinstance(e, DsparkError)},
         },
         "store": {
@@ -164,13 +173,13 @@ def _replica(
         "address": schedulers.get(name, "") if member is None else member.member.replica.address,
         "host": replica.host,
         "pid": replica.pid,
-        "version": "" if member is None else _version(member),
+        "version": "" if member is None else version_of(member),
         "runs": 0 if member is None else member.runs,
         "load": {} if member is None or member.load is None else asdict(member.load),
     }
 
 
-def _version(member: MemberStatus) -> str:
+def version_of(member: MemberStatus) -> str:
     """Of what it has loaded."""
     card = member.member.card
     if isinstance(card, VerifierCard):

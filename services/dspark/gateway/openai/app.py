@@ -15,12 +15,13 @@ from starlette.routing import Route
 
 from dspark.core.errors import DsparkError
 from dspark.gateway.gateway import Gateway
+from dspark.gateway.keys import KeyRing
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.openai.counted import Counted
 from dspark.gateway.openai.door import Door
 from dspark.gateway.openai.errors import Failure, Refused, failure
 from dspark.gateway.openai.render import ChatRendering, CompletionRendering
-from dspark.gateway.openai.routes import Completions, Front, Keys, Pages, page
+from dspark.gateway.openai.routes import Completions, Front, Pages, page
 from dspark.gateway.openai.schema import ChatRequest, CompletionRequest
 from dspark.gateway.openai.tokens import TokenTexts
 
@@ -38,7 +39,7 @@ ROUTES = (
 
 def make_app(
     gateway: Gateway,
-    keys: Keys,
+    keys: KeyRing,
     door: Door,
     config: HttpConfig | None = None,
 ) -> FastAPI:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +18,7 @@ from dspark.core.errors import InvalidRequest, NotFound
 from dspark.core.traces import cleaned
 from dspark.gateway.answers import Answer
 from dspark.gateway.gateway import Call, Chunk, Gateway, Output, Started, merged
+from dspark.gateway.keys import KeyRing, Tenant
 from dspark.gateway.openai.body import JSON, read_body
 from dspark.gateway.openai.config import HttpConfig
 from dspark.gateway.openai.door import Door, DoorState
@@ -30,35 +31,12 @@ from dspark.gateway.prompts import Prompt
 from dspark.telemetry.logs import about
 
 
-class Caller(Protocol):
-    """Whose call it is and what it may use: a `keys.Tenant`."""
-
-    @property
-    def name(self) -> str: ...
-
-    def admit(self) -> AbstractContextManager[None]:
-        """Counts as one running call inside. Raises Overloaded."""
-        ...
-
-    def spend(self, tokens: int) -> None: ...
-
-    def priority(self, wish: int) -> int: ...
-
-
-class Keys(Protocol):
-    """A `keys.KeyRing`."""
-
-    def authenticate(self, header: str | None, /) -> Caller:
-        """header: of `authorization`. Raises Unauthenticated."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Front:
     """What the routes serve from. created: seconds since 1970."""
 
     gateway: Gateway
-    keys: Keys
+    keys: KeyRing
     door: Door
     config: HttpConfig
     texts: TokenTexts
@@ -72,7 +50,7 @@ class Front:
         """What `echo` says of it. Its ids were checked."""
         return prompt.text or await self.gateway.decode(prompt.ids or ())
 
-    def caller(self, request: Request) -> Caller:
+    def caller(self, request: Request) -> Tenant:
         return self.keys.authenticate(request.headers.get("authorization"))
 
     def check_model(self, name: str | None) -> None:
@@ -124,7 +102,7 @@ class Completions(Generic[Asked]):
             )
             await attended(self._answer(asked, call, caller, reply), receive, front.door)
 
-    async def _answer(self, asked: Asked, call: Call, caller: Caller, reply: Reply) -> None:
+    async def _answer(self, asked: Asked, call: Call, caller: Tenant, reply: Reply) -> None:
         front, prompts, sampling = self._front, asked.prompts, asked.sampling
         calls = [replace(call, prompt=prompt) for prompt in prompts]
         if len(calls) > 1:
@@ -152,7 +130,7 @@ class Completions(Generic[Asked]):
             raise InvalidRequest(field, error.value, error.limit) from error
 
     async def _outputs(
-        self, call: Call, prompt: int, shown: Shown, caller: Caller
+        self, call: Call, prompt: int, shown: Shown, caller: Tenant
     ) -> AsyncGenerator[Output, None]:
         """Chunks and answers to one prompt, with the choices' numbers in the whole; what they cost
         is spent."""

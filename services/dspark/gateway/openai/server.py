@@ -161,7 +161,7 @@ class HttpServer:
 
     async def drain(self, grace_s: float) -> None:
         """Stop for good: no call is let in, what runs has grace_s to finish, what is left then ends
-        with an error. A second call waits for the same end."""
+        with an error. A second call with less time hurries the first."""
         self._door.drain()
         self._server.should_exit = True
         if await self._ended(grace_s):
