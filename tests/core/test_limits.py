@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dspark.core.errors import DsparkError, InvalidRequest
-from dspark.core.requests import Limits, Request, check_request
+from dspark.core.requests import Limits, Request, Speculation, check_request
 from dspark.core.sampling import SamplingMode, SamplingParams, check_sampling
 
 V = 100
@@ -209,3 +209,10 @@ def test_the_smaller_of_context_and_pool_is_the_limit() -> None:
     ask(prompt=31, limits=small_pool)
     with pytest.raises(InvalidRequest, match="at most 32 tokens"):
         ask(prompt=32, limits=small_pool)
+
+
+@pytest.mark.parametrize("gamma", [-1, 65, 2**32])
+def test_a_block_that_nobody_drafts_is_refused(gamma: int) -> None:
+    asked = Request("a", (1,), speculation=Speculation(gamma=gamma))
+    with pytest.raises(InvalidRequest, match=rf"speculation.gamma: {gamma} must be in \[0, 64\]"):
+        check_request(asked, LIMITS)

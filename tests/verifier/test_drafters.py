@@ -105,13 +105,6 @@ def test_an_unknown_wish_is_refused_unless_failure_explains_it() -> None:
     assert promised(roster(), "two", committed_ids=(1,)) == Promise()
 
 
-def test_a_negative_block_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"speculation.gamma: -1"):
-        roster(d1=trained("one")).promise(
-            request("a", [1], greedy(), speculation=Speculation(gamma=-1)), 7
-        )
-
-
 def test_a_link_may_not_take_the_name_of_a_local_drafter() -> None:
     with pytest.raises(ConfigError, match="'ngram' is the name"):
         roster(lookup()).add("ngram", trained("one"))
