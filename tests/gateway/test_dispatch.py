@@ -676,7 +676,7 @@ async def test_an_answer_ends_where_only_other_weights_are_left(store: MemorySto
         await stack.enter_async_context(verifying(roomy(other), served.address, name="v2"))
         await all_known(front, served, 2)
         cut(door)
-        with pytest.raises(ModelError, match="began on is not served any more"):
+        with pytest.raises(ModelError, match="who serves the target that the answer began on"):
             await ids_into(told, events)
         said = [id for commit in told for id in commit.ids]
         assert said == whole[: len(said)] != whole

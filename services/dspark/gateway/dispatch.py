@@ -248,10 +248,8 @@ class Dispatch:
                 self.local += 1
                 return Lease("", request.request_id, request.tenant, chosen, 0, 0)
             if self._clock() >= give_up:
-                if others and len(others) == len(
-                    self.members
-                ):  # and clients may not come again with what they have of it
-                    told = "the target that the answer began on is not served any more"
+                if others:  # where a client that came again with what it has might get to
+                    told = "nobody takes it who serves the target that the answer began on"
                     raise ModelError(f"{told}: {why}")
                 raise Unavailable(f"no verifier is there: {why}")
             if request.deadline is not None and self._clock() >= request.deadline:
