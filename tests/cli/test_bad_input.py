@@ -34,7 +34,7 @@ EARLY = [
     (("--temperature", "inf"), "temperature: inf must be a number in [0, 100]"),
     (("--top-p", "0"), "top_p: 0.0 must be in (0, 1]"),
     (("--top-p", "1.5"), "top_p: 1.5 must be a number in [0, 1]"),
-    (("--top-k", "-2"), "top_k: -2 must be at least -1"),
+    (("--top-k", "-2"), "top_k: -2 must be in [-1, 2^31)"),
     (("--min-p", "2"), "min_p: 2.0 must be a number in [0, 1]"),
     (("--presence-penalty", "3"), "presence_penalty: 3.0 must be a number in [-2, 2]"),
     (("--frequency-penalty", "-3"), "frequency_penalty: -3.0 must be a number in [-2, 2]"),

@@ -58,6 +58,9 @@ def test_the_file_for_gpus_differs_in_what_a_gpu_changes(cuda: str, cpu: str) ->
     on_gpu, on_cpu = (read_cluster(INFRA / name).model_dump() for name in (cuda, cpu))
     assert on_gpu["verifier"]["resources"].pop("gpus") == 1
     assert on_cpu["verifier"]["resources"].pop("gpus") == 0
+    # A trained drafter wants a GPU of its own, which these nodes do not have.
+    assert on_gpu["drafter"].pop("checkpoint") == "ngram"
+    assert on_cpu["drafter"].pop("checkpoint") == "auto"
     for told in (on_gpu, on_cpu):
         told["verifier"].pop("threads")
         told.pop("device")

@@ -76,11 +76,13 @@ def test_speculation_and_company_change_no_token(precision: str, sampling: Sampl
 def test_where_native_does_not_fit_transformers_serves_and_a_line_says_why() -> None:
     lines: list[str] = []
     config = TargetConfig(backend="native", dtype="int8", threads=1)
-    served = open_backend(config, tiny_model("llama"), Progress(lines.append))
+    ran, served = open_backend(config, tiny_model("llama"), Progress(lines.append))
+    assert ran == config
     assert isinstance(served, NativeBackend)
     assert served.name.startswith("native-int8-")
     assert not [line for line in lines if "transformers" in line]
-    served = open_backend(config, tiny_model("gemma2"), Progress(lines.append))
+    ran, served = open_backend(config, tiny_model("gemma2"), Progress(lines.append))
+    assert (ran.backend, ran.dtype) == ("transformers", "float32")
     assert isinstance(served, TransformersBackend)
     assert lines[-1] == (
         "the native backend does not serve here, transformers does: model type 'gemma2' is not "
