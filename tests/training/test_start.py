@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from dspark.core.errors import ConfigError
+from dspark.models.drafters.checkpoint import save_checkpoint
 from dspark.models.drafters.config import DrafterConfig
+from dspark.models.drafters.draft_vocab import DraftVocabulary
 from dspark.models.drafters.kinds import new_drafter
 from dspark.models.drafters.target_tensors import TargetTensors
 from dspark.models.targets.transformers import TransformersBackend
@@ -24,6 +27,7 @@ from dspark.training.config import (
 )
 from dspark.training.draft_vocabulary import choose_vocabulary
 from dspark.training.examples import Layout, Target
+from dspark.training.initial import begin_as
 from dspark.training.prompts import Prompt
 from dspark.training.reading import Reader, Text
 from dspark.training.sources import TextSource
@@ -183,6 +187,44 @@ def test_given_answers_are_not_read_for_their_ids(tmp_path: Path, warm: bool) ->
     assert read.features.shape == (7, 128)
     assert read.target.top_p.shape == (5, 12)
     assert float((read.target.top_p.sum(-1) + read.target.tail).mean()) == pytest.approx(1.0)
+
+
+def test_a_run_begins_as_another_drafter(tmp_path: Path) -> None:
+    """With a draft vocabulary of its own: rows go with their ids."""
+    folder = save("llama", tmp_path / "target")
+    target = TargetModel.find(str(folder))
+    facts = replace(shape("dspark", folder), draft_vocab_size=6)
+    given = new_drafter(
+        facts,
+        target.tensors,
+        DraftVocabulary(np.array([3, 5, 7, 11, 13, 17]), VOCABULARY),
+        generator=torch.Generator().manual_seed(1),
+    )
+    assert given.markov_head is not None
+    save_checkpoint(tmp_path / "given", given, target.facts({}), training={})
+    ids = np.array([5, 6, 13, 20])
+    own = new_drafter(
+        replace(facts, draft_vocab_size=4, gamma=2),
+        target.tensors,
+        DraftVocabulary(ids, VOCABULARY),
+    )
+    begin_as(own, tmp_path / "given", target.tensors)
+    assert own.markov_head is not None
+    before, after = own.markov_head.markov_w1.weight, own.markov_head.markov_w2.weight
+    old_before, old_after = given.markov_head.markov_w1.weight, given.markov_head.markov_w2.weight
+    assert torch.equal(before, old_before[[1, 6, 4, 6, 6]])
+    assert torch.equal(after[[0, 2]], old_after[[1, 4]])
+    assert not after[[1, 3]].any()
+    theirs = dict(given.named_parameters())
+    for name, tensor in own.named_parameters():
+        if "markov" not in name and name != "lm_head.weight":
+            assert torch.equal(tensor, theirs[name]), name
+    with pytest.raises(ConfigError, match=r"drafter.initial: .*given has rank = 4, this run 8"):
+        begin_as(
+            new_drafter(replace(facts, rank=8), target.tensors, given.vocabulary),
+            tmp_path / "given",
+            target.tensors,
+        )
 
 
 def test_layers_are_spread_as_the_public_configurations_do() -> None:

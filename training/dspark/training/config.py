@@ -31,7 +31,8 @@ class DrafterSection(Strict):
     """kind: dspark, dflash, eagle3, mtp. gamma: tokens of a block. layers: of the drafter. head:
     none, vanilla, gated, rnn, and its rank. draft_vocab: ids it can propose, 0 for all.
     layer_ids: target layers it reads, of those the data keeps; all of them unless given.
-    mask_token_id: an id that no text holds. Sizes are the target's.
+    mask_token_id: an id that no text holds. warm_start: begin as the target's own last layers.
+    initial: or as the drafter of this checkpoint, of the same form. Sizes are the target's.
     """
 
     kind: Literal["dspark", "dflash", "eagle3", "mtp"] = "dspark"
@@ -44,6 +45,7 @@ class DrafterSection(Strict):
     layer_ids: list[int] | None = None
     mask_token_id: int = Field(default=0, ge=0)
     warm_start: bool = True
+    initial: str | None = None
 
 
 class DataSection(Strict):

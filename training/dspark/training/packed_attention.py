@@ -6,9 +6,9 @@ has a small one of its own, so work and memory are A·γ·(T + γ) of one sequen
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from dspark.training.packing import Pack
@@ -35,13 +35,8 @@ class PackedAttention:
     ) -> None:
         self._context = context
         self._limits = limits
-        self._groups = [
-            (slice(*blocks), slice(*tokens))
-            for blocks, tokens in zip(
-                _pairs(pack.block_start), _pairs(pack.token_start), strict=True
-            )
-            if blocks[0] < blocks[1]
-        ]
+        self._blocks = np.diff(pack.block_start).tolist()
+        self._tokens = np.diff(pack.token_start).tolist()
         self._chained = chained
         self._chain: KeysValues | None = None
 
@@ -57,14 +52,13 @@ class PackedAttention:
                 value = torch.cat((self._chain[1], value), 1)
             self._chain = key, value
         keys, values = self._context[layer]
+        # Split, not cut: a cut's gradient is as large as the whole, once for each sequence.
+        by_block = [torch.split(x, self._blocks) for x in (query, key, value, self._limits)]
+        by_token = [torch.split(x, self._tokens) for x in (keys, values)]
         seen = [
-            attend_blocks(
-                query[blocks],
-                (key[blocks], value[blocks]),
-                (keys[tokens], values[tokens]),
-                self._limits[blocks],
-            )
-            for blocks, tokens in self._groups
+            attend_blocks(q, (k, v), (ctx_k, ctx_v), limits)
+            for q, k, v, limits, ctx_k, ctx_v in zip(*by_block, *by_token, strict=True)
+            if len(limits)
         ]
         return torch.cat(seen).flatten(0, 1)
 
@@ -77,8 +71,7 @@ def attend_blocks(
     (own_k, own_v), (keys, values) = own, context
     A, Q, heads, hd = query.shape
     kv, J = own_k.shape[2], own_k.shape[1]
-    T = int(limits.max()) if A else 0
-    keys, values = keys[:T], values[:T]
+    T = len(keys)
     # [kv, A, Q·g, hd]: the query heads of one key head are rows of one product.
     q = query.view(A, Q, kv, heads // kv, hd).permute(2, 0, 1, 3, 4).reshape(kv, A, -1, hd)
     q = q * hd**-0.5
@@ -96,7 +89,3 @@ def attend_blocks(
     out = (weights[..., :T].reshape(kv, A * rows, T) @ values.transpose(0, 1)).view_as(q)
     out = out + weights[..., T:] @ own_v.permute(2, 0, 1, 3)
     return out.view(kv, A, Q, heads // kv, hd).permute(1, 2, 0, 3, 4).reshape(A, Q, heads, hd)
-
-
-def _pairs(starts: Sequence[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(starts))

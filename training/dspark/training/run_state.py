@@ -101,9 +101,7 @@ def load_optimizer(state: RunState, model: Trunk, optimizer: torch.optim.Optimiz
     for name, parameter in trained(model).items():
         try:
             optimizer.state[parameter] = {
-                # AdamW counts steps on the CPU.
-                part: held[f"{part}.{name}"].to("cpu" if part == "step" else parameter.device)
-                for part in _MOMENTS
+                part: held[f"{part}.{name}"].to(parameter.device) for part in _MOMENTS
             }
         except KeyError as error:
             raise DataError(f"{file}: lacks {error.args[0]}") from None

@@ -21,6 +21,7 @@ from dspark.training.config import DrafterSection, TrainConfig
 from dspark.training.draft_vocabulary import choose_vocabulary
 from dspark.training.errors import DataError
 from dspark.training.examples import Layout
+from dspark.training.initial import begin_as
 from dspark.training.prompts import Room, read_prompts
 from dspark.training.reading import Reader
 from dspark.training.sources import ShardSource, Source, TextSource, split
@@ -179,7 +180,9 @@ def first_drafter(config: TrainConfig, data: Data, target: TargetModel) -> tuple
         )
         vocabulary, coverage = chosen.vocabulary, chosen.coverage
     drafter = _new(shape, target, vocabulary, config.training.seed)
-    if config.drafter.warm_start:
+    if config.drafter.initial is not None:
+        begin_as(drafter, resolve(config.drafter.initial), target.tensors)
+    elif config.drafter.warm_start:
         warm_start(drafter, target.path, source.examples(train[:_SIZING]))
     return drafter, coverage
 

@@ -74,7 +74,10 @@ class Trainer:
         self._clock = clock
         self._parameters = list(trained(drafter).values())
         self.optimizer = torch.optim.AdamW(
-            _groups(drafter, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95)
+            _groups(drafter, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            fused=True,
         )
         domains = [origin.domain for origin in source.origins]
         self._batches = steps(
