@@ -117,8 +117,8 @@ def test_beside_a_native_target_it_drafts_natively(
 def test_its_temperatures_are_in_use(target: Path, drafter: Path) -> None:
     engine = loaded(target, str(drafter)).engine
     card = engine.drafters["dspark"].card
-    used = engine.guidance.temperatures(card.drafter_id, SamplingMode.GREEDY, GAMMA)
-    assert used.tolist() == [2.5] * GAMMA
+    used = engine.guidance.scaling(card.drafter_id, SamplingMode.GREEDY, GAMMA)
+    assert used.tolist() == [[2.5] * GAMMA, [0.0] * GAMMA]
 
 
 def test_a_drafter_of_another_target_is_refused(drafter: Path, tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ def block(*logits: float, accepted: int, judged: int | None = None) -> Round:
     return Round(0, 0, (1,) * n, logits, n if judged is None else judged, accepted)
 
 
+# A scaling that changes nothing, of three positions.
+AS_IT_IS = np.eye(2)[:, [0] * 3]
+
 SOME = [
     block(4.0, 2.0, -1.0, accepted=3),
     block(3.0, -2.0, 5.0, accepted=1),
@@ -142,7 +145,7 @@ def asked(*rounds: Round, benchmark: str = "gsm8k", temperature: float = 0.0) ->
 
 
 def test_figures_of_rounds_by_hand() -> None:
-    found = figures([asked(*SOME)], 3, np.ones(3))
+    found = figures([asked(*SOME)], 3, AS_IT_IS)
     assert found["rounds"] == 6
     assert found["accepted"] == 3 + 1 + 0 + 1 + 2
     assert found["tau"] == pytest.approx(1 + 7 / 6)
@@ -153,7 +156,7 @@ def test_figures_of_rounds_by_hand() -> None:
 
 
 def test_thresholds_cut_a_block_at_the_first_token_below() -> None:
-    by_threshold = {row["threshold"]: row for row in thresholds(records(SOME, 3), np.ones(3))}
+    by_threshold = {row["threshold"]: row for row in thresholds(records(SOME, 3), AS_IT_IS)}
     everything = by_threshold[0.0]
     assert (everything["verified"], everything["accepted"]) == (3 + 3 + 3 + 1 + 2, 7)
     half = by_threshold[0.5]  # logits of at least 0, up to the first that is not
@@ -173,7 +176,7 @@ def test_a_report_groups_benchmarks_by_domain() -> None:
             asked(SOME[0], temperature=1.0),
         ],
         3,
-        {"greedy": np.ones(3), "sampled": np.ones(3)},
+        {"greedy": AS_IT_IS, "sampled": AS_IT_IS},
     )
     assert [row["temperature"] for row in rows] == [0.0, 1.0]
     assert list(rows[0]["benchmarks"]) == ["gsm8k", "aime25", "own"]
@@ -199,9 +202,10 @@ def sampled(n: int, wrong: float, seed: int = 0, gamma: int = 4) -> list[Round]:
 
 def test_temperatures_are_found_and_errors_fall_to_those_of_chance() -> None:
     found = records(sampled(12_000, 2.0), 4)
-    temperatures = fit(found)
-    assert temperatures == pytest.approx([2.0] * 4, rel=0.2)
-    judged = judge_calibration("greedy", records(sampled(12_000, 2.0, seed=1), 4), temperatures)
+    scaling = fit(found)
+    assert scaling[0] == pytest.approx([2.0] * 4, rel=0.2)
+    assert not scaling[1].any()
+    judged = judge_calibration("greedy", records(sampled(12_000, 2.0, seed=1), 4), scaling)
     for row in judged.positions:
         assert row.ece_before > 0.02
         assert row.ece < row.ece_perfect + 0.01
@@ -213,13 +217,13 @@ def test_temperatures_are_found_and_errors_fall_to_those_of_chance() -> None:
 
 def test_order_within_a_position_is_kept() -> None:
     found = records(sampled(3000, 2.5), 4)
-    temperatures = fit(found)
+    scaling = fit(found)
     raw = found.logits
     for k in range(4):
         order = np.argsort(raw[:, k], kind="stable")
-        assert (np.diff(confidence(raw[order, k], temperatures[k])) >= 0).all()
-    after = judge_calibration("greedy", found, temperatures)
-    before = judge_calibration("greedy", found, np.ones(4))
+        assert (np.diff(confidence(raw[order, k], scaling[:, k])) >= 0).all()
+    after = judge_calibration("greedy", found, scaling)
+    before = judge_calibration("greedy", found, np.eye(2)[:, [0] * 4])
     for one, other in zip(after.positions, before.positions, strict=True):
         assert one.auc_conditional == pytest.approx(other.auc_conditional)
 
@@ -231,7 +235,7 @@ def test_a_block_that_was_cut_says_nothing_of_what_was_not_judged() -> None:
         block(*one.logits, accepted=min(one.accepted, n), judged=n)
         for one, n in zip(sampled(12_000, 1.0), rng.integers(1, 5, 12_000).tolist(), strict=True)
     ]
-    assert fit(records(cut, 4))[:3] == pytest.approx([1.0] * 3, rel=0.25)
+    assert fit(records(cut, 4))[0, :3] == pytest.approx([1.0] * 3, rel=0.25)
 
 
 @settings(max_examples=60, deadline=None)
@@ -264,5 +268,6 @@ def test_answers_stay_on_one_side() -> None:
 
 def test_tables_are_those_of_a_drafter() -> None:
     """What `dspark calibrate` saves."""
-    table = CalibrationTable("x", SamplingMode.GREEDY, tuple(map(float, fit(records(SOME, 3)))))
+    table = CalibrationTable("x", SamplingMode.GREEDY, *map(tuple, fit(records(SOME, 3)).tolist()))
     assert table.temperatures == (1.0, 1.0, 1.0)  # too few rounds to say anything
+    assert table.offsets == (0.0, 0.0, 0.0)

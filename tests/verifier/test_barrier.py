@@ -69,7 +69,7 @@ def draft_of(ids: tuple[int, ...], round_: int = 0) -> Draft:
 
 
 def in_hand(number: int, draft: Draft) -> DraftInHand:
-    return DraftInHand(number, draft, survival(draft.confidence_logits, np.ones(2)))
+    return DraftInHand(number, draft, survival(draft.confidence_logits, np.eye(2)[:, [0, 0]]))
 
 
 def a_sequence(temperature: float = 1.0) -> Sequence:

@@ -119,7 +119,9 @@ def planned_with(
 
     def planned(planner: StepPlanner, sequence: Sequence, draft: Draft, number: int) -> object:
         guidance = planner._guidance  # the engine's own way in needs a whole engine
-        sequence.draft = DraftInHand(number, draft, survival(draft.confidence_logits, np.ones(2)))
+        sequence.draft = DraftInHand(
+            number, draft, survival(draft.confidence_logits, np.eye(2)[:, [0, 0]])
+        )
         seen = number if honest else number - 1
         version = 10 * number
         guidance.take(plan_of(version, seen, capacity=look(draft)))
@@ -160,7 +162,7 @@ def test_a_draft_that_is_free_of_the_barrier_may_be_older() -> None:
     state.computed = 1
     sequence = Sequence(state, rng=np.random.default_rng(1))
     draft = draft_of((A, A))
-    sequence.draft = DraftInHand(3, draft, survival(draft.confidence_logits, np.ones(2)))
+    sequence.draft = DraftInHand(3, draft, survival(draft.confidence_logits, np.eye(2)[:, [0, 0]]))
     item = Item(sequence, 1, decoding=True, reaches_end=True, draft_cap=2)
     planner.plan([item])
     assert planner.guided_plans == 1
@@ -307,24 +309,26 @@ def test_a_calibration_outlives_its_plan_and_yields_to_a_higher_version_only() -
     guidance = guided(clock)
 
     def table(version: int, t: float) -> Calibration:
-        return Calibration(version, (CalibrationTable("d", SamplingMode.COUPLED, (t, 2 * t)),))
+        one = CalibrationTable("d", SamplingMode.COUPLED, (t, 2 * t), (0.5, -t))
+        return Calibration(version, (one,))
 
     guidance.take(replace(plan_of(1), calibration=table(5, 3.0)))
     guidance.take(replace(plan_of(2), calibration=table(4, 9.0)))
     clock.now = 50.0
-    assert guidance.temperatures("d", SamplingMode.COUPLED, 3).tolist() == [3.0, 6.0, 6.0]
-    assert guidance.temperatures("d", SamplingMode.GREEDY, 2).tolist() == [1.0, 1.0]
+    found = guidance.scaling("d", SamplingMode.COUPLED, 3)
+    assert found.tolist() == [[3.0, 6.0, 6.0], [0.5, -3.0, -3.0]]
+    assert guidance.scaling("d", SamplingMode.GREEDY, 2).tolist() == [[1.0] * 2, [0.0] * 2]
 
 
 def test_temperatures_of_a_checkpoint_hold_until_a_plan_has_better_ones() -> None:
     guidance = guided()
     guidance.ship([CalibrationTable("d", SamplingMode.GREEDY, (2.0,))])
     guidance.ship([CalibrationTable("e", SamplingMode.GREEDY, (5.0,))])
-    assert guidance.temperatures("d", SamplingMode.GREEDY, 2).tolist() == [2.0, 2.0]
+    assert guidance.scaling("d", SamplingMode.GREEDY, 2).tolist() == [[2.0] * 2, [0.0] * 2]
     better = Calibration(1, (CalibrationTable("d", SamplingMode.GREEDY, (3.0,)),))
     guidance.take(replace(plan_of(), calibration=better))
-    assert guidance.temperatures("d", SamplingMode.GREEDY, 1).tolist() == [3.0]
-    assert guidance.temperatures("e", SamplingMode.GREEDY, 1).tolist() == [5.0]
+    assert guidance.scaling("d", SamplingMode.GREEDY, 1).tolist() == [[3.0], [0.0]]
+    assert guidance.scaling("e", SamplingMode.GREEDY, 1).tolist() == [[5.0], [0.0]]
 
 
 def test_priorities_weigh_beside_tenants() -> None:
@@ -351,7 +355,7 @@ def test_priorities_weigh_beside_tenants() -> None:
         ({"_directions": Directions(1.0, weights={"a": -0.5})}, "weights"),
         (
             {"calibration": Calibration(1, (CalibrationTable("d", SamplingMode.GREEDY, (0.0,)),))},
-            "temperatures",
+            "temperatures[0]",
         ),
         (
             {"calibration": Calibration(1, (CalibrationTable("d", SamplingMode.GREEDY, ()),))},

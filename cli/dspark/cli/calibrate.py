@@ -1,4 +1,4 @@
-"""`dspark calibrate`: temperatures that make a drafter's confidences probabilities."""
+"""`dspark calibrate`: temperatures and offsets that make a drafter's confidences probabilities."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calibrate(
         Path,
         typer.Option(
             "--drafter",
-            help="A checkpoint's folder; the temperatures are saved beside it.",
+            help="A checkpoint's folder; the tables are saved beside it.",
             rich_help_panel=options.TARGET,
         ),
     ],
@@ -113,11 +113,10 @@ def calibrate(
             )
         by_answer: list[Records] = [records(answer.rounds, gamma) for answer in answers]
         to_fit, to_judge = (join(part, gamma) for part in halves(by_answer))
-        temperatures = fit(to_fit)
-        tables.append(
-            CalibrationTable(model.card.drafter_id, mode, tuple(map(float, temperatures)))
-        )
-        judged.append(plain(judge_calibration(str(mode), to_judge, temperatures).to_json()))
+        scaling = fit(to_fit)
+        temperatures, offsets = map(tuple, scaling.tolist())
+        tables.append(CalibrationTable(model.card.drafter_id, mode, temperatures, offsets))
+        judged.append(plain(judge_calibration(str(mode), to_judge, scaling).to_json()))
         _tell(judged[-1], len(to_fit) + len(to_judge))
     if save:
         save_calibration(drafter, model.card.drafter_id, tables)
@@ -173,12 +172,15 @@ def _again(ids: list[Ids], rounds: int) -> list[Ids]:
 
 def _tell(judged: dict[str, Any], rounds: int) -> None:
     table = Table(title=f"{judged['mode']}, {rounds} rounds, judged on half of them")
-    for column in ("position", "temperature", "stood", "ECE", "after", "perfect", "AUC", "Brier"):
+    columns = ("position", "temperature", "offset", "stood", "ECE", "after", "perfect")
+    for column in (*columns, "AUC", "Brier"):
         table.add_column(column, justify="right")
-    for t, row in zip(judged["temperatures"], judged["positions"], strict=True):
+    rows = zip(judged["temperatures"], judged["offsets"], judged["positions"], strict=True)
+    for t, b, row in rows:
         table.add_row(
             str(row["position"]),
             f"{t:.3f}",
+            f"{b:+.3f}",
             *(_percent(row[key]) for key in ("stood", "ece_before", "ece", "ece_perfect")),
             "–" if row["auc"] is None else f"{row['auc']:.3f}",
             "–" if row["brier"] is None else f"{row['brier']:.4f}",

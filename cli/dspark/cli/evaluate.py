@@ -156,7 +156,7 @@ def evaluate(
             "candidates": candidates,
             "mode": sampled,
             "max_tokens": max_tokens,
-            "calibrated": {mode: list(map(float, t)) for mode, t in by_mode.items()},
+            "calibrated": {mode: scaling.tolist() for mode, scaling in by_mode.items()},
             "temperatures": report(asked, card.gamma, by_mode),
         }
     )
@@ -262,15 +262,13 @@ def _files(paths: list[Path]) -> list[Path]:
 
 
 def _calibration(drafter: Drafter, mode: str, gamma: int) -> np.ndarray:
-    """Temperatures that came with the drafter, ones without any."""
+    """The scaling that came with the drafter, one that changes nothing without any."""
     from dspark.core.plans import Calibration
     from dspark.core.sampling import SamplingMode
-    from dspark.scheduler.calibration import temperatures_for
+    from dspark.scheduler.calibration import scaling_for
 
     tables = getattr(drafter, "calibration", ())
-    return temperatures_for(
-        Calibration(0, tables), drafter.card.drafter_id, SamplingMode(mode), gamma
-    )
+    return scaling_for(Calibration(0, tables), drafter.card.drafter_id, SamplingMode(mode), gamma)
 
 
 def plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from dspark.core.drafts import MAX_GAMMA
 from dspark.core.errors import InvalidRequest
 from dspark.core.sampling import SamplingMode
 
@@ -22,12 +23,29 @@ def _nothing() -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTable:
-    """temperatures: [γ] divisor of the confidence logit at each position, above 0; later positions
-    use the last. drafter_id: DrafterCard's."""
+    """temperatures: [γ] divisor of the confidence logit at each position, above 0. offsets: [γ] of
+    what is added then, empty for nothing. Later positions use the last. drafter_id: DrafterCard's.
+    """
 
     drafter_id: str
     mode: SamplingMode
     temperatures: tuple[float, ...]
+    offsets: tuple[float, ...] = ()
+
+    def fault(self) -> tuple[str, object, str] | None:
+        """What no logit can be scaled with: (field, value, what it must be); None if nothing."""
+        size = len(self.temperatures)
+        if not 1 <= size <= MAX_GAMMA:
+            return "temperatures", size, f"must be 1 to {MAX_GAMMA} numbers"
+        if self.offsets and len(self.offsets) != size:
+            return "offsets", len(self.offsets), f"must be none or {size}, as the temperatures"
+        for k, t in enumerate(self.temperatures):
+            if not 0 < t < math.inf:  # NaN: no comparison
+                return f"temperatures[{k}]", t, "must be above 0 and finite"
+        for k, b in enumerate(self.offsets):
+            if not math.isfinite(b):
+                return f"offsets[{k}]", b, "must be finite"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +121,5 @@ def check_plan(plan: Plan) -> None:
             if not 0 <= value < math.inf:
                 raise InvalidRequest(name, value, "must be at least 0 and finite")
     for table in plan.calibration.tables if plan.calibration is not None else ():
-        if not table.temperatures or not all(0 < t < math.inf for t in table.temperatures):
-            raise InvalidRequest(
-                "temperatures", table.temperatures, "must be one or more numbers above 0, finite"
-            )
+        if (fault := table.fault()) is not None:
+            raise InvalidRequest(*fault)

@@ -618,13 +618,14 @@ Global___NeedContext: _TypeAlias = NeedContext  # noqa: Y015
 
 @_typing.final
 class CalibrationTable(_message.Message):
-    """Temperatures of one drafter checkpoint in one mode."""
+    """How the confidence logits of one drafter checkpoint are scaled in one mode: z / t + b."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAFTER_ID_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     TEMPERATURES_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """DrafterCard.drafter_id."""
     mode: Global___SamplingMode.ValueType
@@ -632,16 +633,21 @@ class CalibrationTable(_message.Message):
     def temperatures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """[γ] divisor of the confidence logit at each position; above 0. Later positions use the last."""
 
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """[γ] what is added then; empty for nothing, else as many as temperatures."""
+
     def __init__(
         self,
         *,
         drafter_id: _builtins.str = ...,
         mode: Global___SamplingMode.ValueType = ...,
         temperatures: _abc.Iterable[_builtins.float] | None = ...,
+        offsets: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "mode", b"mode", "temperatures", b"temperatures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "mode", b"mode", "offsets", b"offsets", "temperatures", b"temperatures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

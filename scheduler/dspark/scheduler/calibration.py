@@ -1,8 +1,8 @@
-"""Live calibration: temperatures of confidence logits, refitted from verdicts while serving.
+"""Live calibration: how confidence logits are scaled, refitted from verdicts while serving.
 
 A `CalibrationState` is a value: verdict counts go in, a state comes out, and once in a while a
 `refit` gives a `Calibration` of the next version. The fit, and why trimming does not bias it:
-`sts.py`. Verdicts of every other report are kept apart: a temperature is fitted on one half and
+`sts.py`. Verdicts of every other report are kept apart: a scaling is fitted on one half and
 replaces the one in use only if the other half, which it has not seen, says that it is better. The
 halves go by the golden ratio, not by parity: no rhythm of reports puts one verifier's all in one.
 """
@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from dspark.core.plans import Calibration, CalibrationTable
 from dspark.core.reports import CONFIDENCE_BINS, VerdictCounts
 from dspark.core.sampling import SamplingMode
-from dspark.scheduler.sts import BIN_LOGITS, MIN_VERDICTS, confidence, fit_counts, log_likelihood
+from dspark.scheduler.sts import (
+    BIN_LOGITS,
+    MIN_VERDICTS,
+    UNSCALED,
+    confidence,
+    fit_counts,
+    log_likelihood,
+    scaled,
+)
 
 FloatArray = NDArray[np.float64]
 Key = tuple[str, SamplingMode]
@@ -60,7 +68,7 @@ class CalibrationState:
 
     @property
     def in_use(self) -> Calibration:
-        """What verifiers divide by: its own tables first."""
+        """What verifiers scale with: its own tables first."""
         return replace(self.calibration, tables=(*self.calibration.tables, *self.shipped))
 
 
@@ -80,16 +88,29 @@ class Drift:
     verdicts: float
 
 
-def temperatures_for(
+def scaling_of(table: CalibrationTable) -> FloatArray:
+    """Temperatures and offsets, float64 [2, γ]."""
+    scaling = np.zeros((2, len(table.temperatures)))
+    scaling[0] = table.temperatures
+    if table.offsets:
+        scaling[1] = table.offsets
+    return scaling
+
+
+def stretched(scaling: FloatArray, gamma: int) -> FloatArray:
+    """For a block of gamma tokens, [2, gamma]: later positions use the last."""
+    return scaling[:, np.minimum(np.arange(gamma), scaling.shape[1] - 1)]
+
+
+def scaling_for(
     calibration: Calibration, drafter_id: str, mode: SamplingMode, gamma: int
 ) -> FloatArray:
-    """Divisors of the confidence logits of a block, float64 [gamma]. Positions beyond the table use
-    its last; ones for a drafter or mode without a table."""
+    """Of the confidence logits of a block, float64 [2, gamma]; of a drafter or mode without a table
+    one that changes nothing."""
     for table in calibration.tables:
         if table.drafter_id == drafter_id and table.mode is mode and table.temperatures:
-            known = np.array(table.temperatures[:gamma], np.float64)
-            return np.pad(known, (0, gamma - len(known)), mode="edge") if len(known) else known
-    return np.ones(gamma)
+            return stretched(scaling_of(table), gamma)
+    return stretched(UNSCALED[:, None], gamma)
 
 
 def absorb(
@@ -142,10 +163,10 @@ def half_of(report: int) -> int:
 
 def refit(state: CalibrationState) -> CalibrationState:
     """The state with a calibration of the next version, where any position of any drafter is
-    calibrated better by a new temperature; else the state itself.
+    calibrated better by a new scaling; else the state itself.
 
     A position is fitted and judged on its own, on at least MIN_VERDICTS reached tokens in each
-    half, and keeps the temperature in use unless the judging half prefers the new one by MIN_SIGMAS
+    half, and keeps the scaling in use unless the judging half prefers the new one by MIN_SIGMAS
     standard errors and MIN_GAIN. Of more tables than MAX_TABLES those go that were not heard of for
     longest. Tables that drafters shipped are where a fit begins; they are not published unchanged.
     """
@@ -154,17 +175,19 @@ def refit(state: CalibrationState) -> CalibrationState:
     in_use, changed = state.in_use, False
     for (drafter_id, mode), counts in state.streams.items():
         gamma = counts.shape[2]
-        current = temperatures_for(in_use, drafter_id, mode, gamma)
-        fitted = fit_counts(counts[FIT])
+        current = scaling_for(in_use, drafter_id, mode, gamma)
+        fitted = fit_counts(counts[FIT], current[1])
         candidate = np.where(np.isnan(fitted), current, fitted)
         better = _is_better(counts[JUDGE], current, candidate)
         if not better.any():
             continue
         changed = True
         known = tables.get((drafter_id, mode)) or shipped.get((drafter_id, mode))
-        beyond = known.temperatures[gamma:] if known else ()
-        chosen = np.where(better, candidate, current).tolist()
-        tables[drafter_id, mode] = CalibrationTable(drafter_id, mode, (*chosen, *beyond))
+        chosen = np.where(better, candidate, current)
+        if known is not None:
+            chosen = np.concatenate((chosen, scaling_of(known)[:, gamma:]), axis=1)
+        temperatures, offsets = map(tuple, chosen.tolist())
+        tables[drafter_id, mode] = CalibrationTable(drafter_id, mode, temperatures, offsets)
     if not changed:
         return state
     heard = [*(key for key in tables if key not in state.streams), *state.streams]
@@ -183,8 +206,7 @@ def drift(state: CalibrationState) -> list[Drift]:
         total = float(reached.sum())
         if total < FORGOTTEN:
             continue
-        t = temperatures_for(in_use, drafter_id, mode, len(reached))
-        c = confidence(BIN_LOGITS, t[:, None])
+        c = confidence(BIN_LOGITS, scaling_for(in_use, drafter_id, mode, len(reached))[:, :, None])
         error = float(np.abs(accepted - reached * c).sum()) / total
         # A binomial's mean absolute deviation is √(2/π) of its standard deviation.
         noise = float(np.sqrt(reached * c * (1 - c) * (2 / np.pi)).sum()) / total
@@ -193,13 +215,13 @@ def drift(state: CalibrationState) -> list[Drift]:
 
 
 def _is_better(counts: FloatArray, current: FloatArray, new: FloatArray) -> NDArray[np.bool_]:
-    """Whether held-out counts [2, γ, bins] prefer the new temperature, at each position [γ]."""
+    """Whether held-out counts [2, γ, bins] prefer the new scaling, at each position [γ]."""
     reached, accepted = counts
     total = np.maximum(reached.sum(axis=1), 1.0)
     gain = log_likelihood(counts, new) - log_likelihood(counts, current)
     # The gain is linear in the accepted counts, which vary as binomials do; its slope is the
     # difference of log odds.
-    slope = BIN_LOGITS / new[:, None] - BIN_LOGITS / current[:, None]
+    slope = scaled(BIN_LOGITS, new[:, :, None]) - scaled(BIN_LOGITS, current[:, :, None])
     rate = accepted / np.maximum(reached, 1.0)
     noise = np.sqrt((reached * rate * (1 - rate) * slope**2).sum(axis=1))
     enough = total >= MIN_VERDICTS

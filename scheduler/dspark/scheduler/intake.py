@@ -107,12 +107,9 @@ def check_tables(tables: Sequence[CalibrationTable], card: Card | None) -> None:
         if table.mode in modes:
             raise InvalidRequest(f"{at}mode", table.mode, "is named twice")
         modes.add(table.mode)
-        size = len(table.temperatures)
-        if not 1 <= size <= MAX_GAMMA:
-            raise InvalidRequest(f"{at}temperatures", size, f"must be 1 to {MAX_GAMMA} numbers")
-        for k, t in enumerate(table.temperatures):
-            if not 0 < t < math.inf:  # NaN: no comparison
-                raise InvalidRequest(f"{at}temperatures[{k}]", t, "must be above 0 and finite")
+        if (fault := table.fault()) is not None:
+            field, value, limit = fault
+            raise InvalidRequest(at + field, value, limit)
 
 
 def check_lease_request(request: LeaseRequest) -> LeaseRequest:

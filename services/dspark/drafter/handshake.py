@@ -5,7 +5,6 @@ Both sides check, so that a mistake in one of them is told by the other.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -155,7 +154,5 @@ def sound_tables(offer: DrafterOffer) -> tuple[CalibrationTable, ...]:
     return tuple(
         table
         for table in offer.calibration
-        if table.drafter_id == offer.card.drafter_id
-        and table.temperatures
-        and all(0 < t < math.inf for t in table.temperatures)
+        if table.drafter_id == offer.card.drafter_id and table.fault() is None
     )

@@ -105,9 +105,12 @@ def table_to_wire(table: CalibrationTable) -> drafting_pb2.CalibrationTable:
         drafter_id=table.drafter_id,
         mode=mode_to_wire(table.mode),
         temperatures=table.temperatures,
+        offsets=table.offsets,
     )
 
 
 def table_from_wire(wire: drafting_pb2.CalibrationTable) -> CalibrationTable:
-    """Raises InvalidRequest for its mode; temperatures are the reader's to check."""
-    return CalibrationTable(wire.drafter_id, mode_from_wire(wire.mode), tuple(wire.temperatures))
+    """Raises InvalidRequest for its mode; the numbers are the reader's to check."""
+    return CalibrationTable(
+        wire.drafter_id, mode_from_wire(wire.mode), tuple(wire.temperatures), tuple(wire.offsets)
+    )

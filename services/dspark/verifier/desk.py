@@ -239,13 +239,13 @@ class DraftDesk:
         self.answers["used"] += 1
         asked.errand.drafted += len(reply.ids)
         draft = replace(reply, ids=tuple(map(int, reply.ids)))  # NumPy's integers end here
-        temperatures = self._guidance.temperatures(
+        scaling = self._guidance.scaling(
             source.card.drafter_id, request.sampling.mode, len(draft.ids)
         )
         sequence.draft = DraftInHand(
             number=self.received,
             draft=draft,
-            survival=survival(draft.confidence_logits, temperatures),
+            survival=survival(draft.confidence_logits, scaling),
             source=source.name,
             linked=source.linked,
             drafter_id=source.card.drafter_id,

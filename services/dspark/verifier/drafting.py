@@ -13,17 +13,18 @@ from dspark.core.sampling import SamplingMode
 from dspark.models.verification import check_support
 
 
-def survival(logits: NDArray[np.float32], temperatures: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Raw confidence logits [γ] -> calibrated survival a_k = ∏_{i<=k} σ(logit_i / t_i).
+def survival(logits: NDArray[np.float32], scaling: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Raw confidence logits [γ], scaling [2, γ] -> calibrated survival
+    a_k = ∏_{i<=k} σ(logit_i / t_i + b_i).
 
     Ends before the first logit that is not a finite number: only x_<k may be admitted then.
     """
     alive, survivals = 1.0, []
     # A block is a handful of numbers: plain floats are five times as fast as arrays here.
-    for logit, temperature in zip(logits.tolist(), temperatures.tolist(), strict=True):
+    for logit, temperature, offset in zip(logits.tolist(), *scaling.tolist(), strict=True):
         if not math.isfinite(logit):
             break
-        alive /= 1.0 + math.exp(min(-logit / temperature, 700.0))
+        alive /= 1.0 + math.exp(min(-logit / temperature - offset, 700.0))
         survivals.append(alive)
     return np.array(survivals, np.float64)
 

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from dspark.core.plans import Calibration, CalibrationTable, Directions, Plan
 from dspark.core.sampling import SamplingMode
+from dspark.scheduler.calibration import scaling_of, stretched
+from dspark.scheduler.sts import UNSCALED
 
 FloatArray = NDArray[np.float64]
 
@@ -36,7 +38,7 @@ class Guidance:
         self._epoch = 0
         self._plan: Plan | None = None
         self._until = 0.0
-        self._temperatures: dict[tuple[str, SamplingMode], FloatArray] = {}
+        self._scalings: dict[tuple[str, SamplingMode], FloatArray] = {}
         self._shipped: dict[tuple[str, SamplingMode], FloatArray] = {}
         self._calibration = 0
         self._buckets: dict[str, _Bucket] = {}
@@ -61,12 +63,12 @@ class Guidance:
         return True
 
     def ship(self, tables: Iterable[CalibrationTable]) -> None:
-        """Temperatures that came with a drafter's checkpoint, until a plan has better ones."""
+        """Tables that came with a drafter's checkpoint, until a plan has better ones."""
         self._shipped.update(_by_drafter(tables))
 
     def _adopt(self, calibration: Calibration) -> None:
         self._calibration = calibration.version
-        self._temperatures = _by_drafter(calibration.tables)
+        self._scalings = _by_drafter(calibration.tables)
 
     @property
     def plan(self) -> Plan | None:
@@ -103,15 +105,13 @@ class Guidance:
         plan = self.plan
         return self.configured_shares if plan is None or not plan.shares else plan.shares
 
-    def temperatures(self, drafter_id: str, mode: SamplingMode, gamma: int) -> FloatArray:
-        """[gamma] divisors of confidence logits; ones for a drafter that was never calibrated. They
-        outlive their plan: a calibration does not age in seconds."""
-        table = self._temperatures.get((drafter_id, mode))
+    def scaling(self, drafter_id: str, mode: SamplingMode, gamma: int) -> FloatArray:
+        """[2, gamma] temperatures and offsets of confidence logits; of a drafter that was never
+        calibrated 1 and 0. They outlive their plan: a calibration does not age in seconds."""
+        table = self._scalings.get((drafter_id, mode))
         if table is None:
             table = self._shipped.get((drafter_id, mode))
-        if table is None:
-            return np.ones(gamma)
-        return table[np.minimum(np.arange(gamma), len(table) - 1)]
+        return stretched(UNSCALED[:, None] if table is None else table, gamma)
 
     def affordable(self, drafter: str, wanted: int, block: int) -> int:
         """How many draft tokens may be asked of a drafter replica now, of those wanted: its budget
@@ -144,4 +144,4 @@ class _Bucket:
 
 
 def _by_drafter(tables: Iterable[CalibrationTable]) -> dict[tuple[str, SamplingMode], FloatArray]:
-    return {(table.drafter_id, table.mode): np.array(table.temperatures) for table in tables}
+    return {(table.drafter_id, table.mode): scaling_of(table) for table in tables}

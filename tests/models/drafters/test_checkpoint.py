@@ -459,12 +459,24 @@ def test_a_file_that_is_no_calibration(text: str, tmp_path: Path) -> None:
         load_checkpoint(place, TARGET)
 
 
-@pytest.mark.parametrize("temperatures", [(), (0.0,), (-1.0,), (float("nan"),), (float("inf"),)])
-def test_temperatures_are_numbers_above_zero(
-    temperatures: tuple[float, ...], tmp_path: Path
+@pytest.mark.parametrize(
+    ("temperatures", "offsets", "told"),
+    [
+        ((), (), "temperatures: 0 must be 1 to 64 numbers"),
+        ((1.0, 0.0), (), r"temperatures\[1\]: 0.0 must be above 0 and finite"),
+        ((-1.0,), (), r"temperatures\[0\]: -1.0 must be above 0"),
+        ((float("nan"),), (), r"temperatures\[0\]: nan must be above 0"),
+        ((float("inf"),), (), r"temperatures\[0\]: inf must be above 0"),
+        ((1.0, 1.0), (0.5,), "offsets: 1 must be none or 2, as the temperatures"),
+        ((1.0,), (float("nan"),), r"offsets\[0\]: nan must be finite"),
+    ],
+)
+def test_a_table_is_of_numbers_that_scale_a_logit(
+    temperatures: tuple[float, ...], offsets: tuple[float, ...], told: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="must be one or more numbers above 0"):
-        save_calibration(saved(tmp_path), "a", [table("a", *temperatures)])
+    wrong = replace(table("a", *temperatures), offsets=offsets)
+    with pytest.raises(ModelError, match=f"coupled: {told}"):
+        save_calibration(saved(tmp_path), "a", [wrong])
 
 
 # --- targets, vocabularies, names ----------------------------------------------------------------

@@ -230,12 +230,12 @@ def test_confidence_knows_the_rate_and_not_the_outcome() -> None:
     rng = np.random.default_rng(3)
     domain = Domain("d", 0.7, spread=0.25, temperature=2.0)
     blocks = draw(domain, 40_000, 3, rng)
-    right = survival(blocks.logits, np.full(3, 2.0))
+    right = survival(blocks.logits, np.array([[2.0] * 3, [0.0] * 3]))
     stands = blocks.stands[:, None] > np.arange(3)
     for low in (0.1, 0.3, 0.5, 0.7):
         near = (right >= low) & (right < low + 0.2)
         assert stands[near].mean() == pytest.approx(right[near].mean(), abs=0.02)
-    raw = survival(blocks.logits, np.ones(3))
+    raw = survival(blocks.logits, np.array([[1.0] * 3, [0.0] * 3]))
     sure = raw[:, 0] > 0.9
     assert stands[sure, 0].mean() < raw[sure, 0].mean() - 0.02
     assert stands[:, 0].mean() == pytest.approx(0.7, abs=0.01)

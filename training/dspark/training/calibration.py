@@ -1,4 +1,4 @@
-"""How far confidences can be believed, before and after temperatures (STS, §3.2.1, Figure 6)."""
+"""How far confidences can be believed, before and after scaling (STS, §3.2.1, Figure 6)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from dspark.scheduler.sts import ECE_BINS, confidence, fit_records, record_errors
+from dspark.scheduler.sts import ECE_BINS, UNSCALED, confidence, fit_records, record_errors
 from dspark.training.records import Records
 
 FloatArray = NDArray[np.float64]
@@ -39,11 +39,12 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Of one mode. temperatures [γ]; reliability: of each position, rows (mean prediction, share
-    that stood, rounds) of the ECE's bins that are not empty."""
+    """Of one mode. temperatures, offsets [γ]; reliability: of each position, rows (mean prediction,
+    share that stood, rounds) of the ECE's bins that are not empty."""
 
     mode: str
     temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
     positions: tuple[Position, ...]
     reliability: tuple[tuple[tuple[float, float, int], ...], ...]
 
@@ -52,24 +53,22 @@ class Judged:
 
 
 def fit(found: Records) -> FloatArray:
-    """Temperatures [γ]; a position that was seen too seldom takes the one before it."""
+    """Scaling [2, γ]; a position that was seen too seldom takes the one before it."""
     return fit_records(found.logits, found.accepted, found.judged)
 
 
-def judge_calibration(
-    mode: str, found: Records, temperatures: FloatArray, *, seed: int = 0
-) -> Judged:
-    """Figures of records that the temperatures were not fitted on."""
-    before, after = survivals(found), survivals(found, temperatures)
+def judge_calibration(mode: str, found: Records, scaling: FloatArray, *, seed: int = 0) -> Judged:
+    """Figures of records that the scaling [2, γ] was not fitted on."""
+    before, after = survivals(found), survivals(found, scaling)
     raw = record_errors(found.logits, found.accepted, found.judged)
-    fitted = record_errors(found.logits, found.accepted, found.judged, temperatures)
+    fitted = record_errors(found.logits, found.accepted, found.judged, scaling)
     rng = np.random.default_rng(seed)
     positions, reliability = [], []
     for k in range(found.logits.shape[1]):
         at = found.known[:, k]
         stood, a = found.stood[at, k], after[at, k]
         reached = found.reached[:, k]
-        c = confidence(found.logits[reached, k], temperatures[k])
+        c = confidence(found.logits[reached, k], scaling[:, k])
         positions.append(
             Position(
                 position=k + 1,
@@ -85,12 +84,13 @@ def judge_calibration(
             )
         )
         reliability.append(reliability_rows(a, stood))
-    return Judged(mode, tuple(map(float, temperatures)), tuple(positions), tuple(reliability))
+    temperatures, offsets = map(tuple, scaling.tolist())
+    return Judged(mode, temperatures, offsets, tuple(positions), tuple(reliability))
 
 
-def survivals(found: Records, temperatures: ArrayLike = 1.0) -> FloatArray:
-    """∏_{i<=k} σ(z_i / t_i): float64 [N, γ]."""
-    product = confidence(found.logits, temperatures)
+def survivals(found: Records, scaling: FloatArray = UNSCALED) -> FloatArray:
+    """∏_{i<=k} σ(z_i / t_i + b_i): float64 [N, γ]."""
+    product = confidence(found.logits, scaling)
     np.cumprod(product, axis=1, out=product)
     return product
 

@@ -43,17 +43,15 @@ class Asked:
         return DOMAINS.get(self.benchmark, self.benchmark)
 
 
-def figures(
-    asked: Sequence[Asked], gamma: int, temperatures: NDArray[np.float64]
-) -> dict[str, Any]:
-    """All figures of some answers together. temperatures [γ]: of the calibration in use."""
+def figures(asked: Sequence[Asked], gamma: int, scaling: NDArray[np.float64]) -> dict[str, Any]:
+    """All figures of some answers together. scaling [2, γ]: of the calibration in use."""
     answers = [answer for one in asked for answer in one.answers if answer.error is None]
     failed = sum(len(one.answers) for one in asked) - len(answers)
     found = records((r for answer in answers for r in answer.rounds), gamma)
     rounds = len(found)
     accepted = int(found.accepted.sum())
     reached, stood = found.reached.sum(0), (found.reached & found.stood).sum(0)
-    c = confidence(np.where(found.reached, found.logits, 0.0), temperatures)
+    c = confidence(np.where(found.reached, found.logits, 0.0), scaling)
     return {
         "answers": len(answers),
         "failed": failed,
@@ -70,15 +68,15 @@ def figures(
             auc(c[found.reached[:, k], k], found.stood[found.reached[:, k], k])
             for k in range(gamma)
         ],
-        "thresholds": thresholds(found, temperatures),
+        "thresholds": thresholds(found, scaling),
     }
 
 
-def thresholds(found: Records, temperatures: NDArray[np.float64]) -> list[dict[str, float]]:
+def thresholds(found: Records, scaling: NDArray[np.float64]) -> list[dict[str, float]]:
     """For each threshold on c_k: a block is kept up to the first token below it; how many of the
     kept tokens stand and fall, and the tokens a round commits (Figure 5)."""
     known = found.known
-    c = np.where(known, confidence(np.where(known, found.logits, 0.0), temperatures), -1.0)
+    c = np.where(known, confidence(np.where(known, found.logits, 0.0), scaling), -1.0)
     rows = []
     for threshold in THRESHOLDS:
         kept = np.logical_and.accumulate(c >= threshold, axis=1)
@@ -101,21 +99,21 @@ def thresholds(found: Records, temperatures: NDArray[np.float64]) -> list[dict[s
 def report(
     asked: Sequence[Asked], gamma: int, by_mode: Mapping[str, NDArray[np.float64]]
 ) -> list[dict[str, Any]]:
-    """Figures by temperature: each benchmark, each domain, all. by_mode: temperatures of "greedy"
+    """Figures by temperature: each benchmark, each domain, all. by_mode: scaling of "greedy"
     and of the sampling mode that was used, under "sampled"."""
     found = []
     for temperature in sorted({one.temperature for one in asked}):
         some = [one for one in asked if one.temperature == temperature]
-        t = by_mode["sampled" if temperature else "greedy"]
+        scaling = by_mode["sampled" if temperature else "greedy"]
         found.append(
             {
                 "temperature": temperature,
-                "benchmarks": {one.benchmark: figures([one], gamma, t) for one in some},
+                "benchmarks": {one.benchmark: figures([one], gamma, scaling) for one in some},
                 "domains": {
-                    domain: figures([one for one in some if one.domain == domain], gamma, t)
+                    domain: figures([one for one in some if one.domain == domain], gamma, scaling)
                     for domain in dict.fromkeys(one.domain for one in some)
                 },
-                "all": figures(some, gamma, t),
+                "all": figures(some, gamma, scaling),
             }
         )
     return found

@@ -1,4 +1,4 @@
-"""Temperatures of confidence logits, beside a drafter's checkpoint (§3.2.1, STS)."""
+"""How confidence logits are scaled, beside a drafter's checkpoint (§3.2.1, STS)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ def read_calibration(directory: Path, drafter_id: str) -> tuple[CalibrationTable
     file = directory / CALIBRATION
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
-        of, tables = facts["drafter_id"], facts["temperatures"]
+        of, offsets = facts["drafter_id"], facts.get("offsets", {})
         read = tuple(
-            CalibrationTable(drafter_id, SamplingMode(mode), tuple(map(float, temperatures)))
-            for mode, temperatures in tables.items()
+            CalibrationTable(
+                drafter_id,
+                SamplingMode(mode),
+                tuple(map(float, temperatures)),
+                tuple(map(float, offsets.get(mode, ()))),
+            )
+            for mode, temperatures in facts["temperatures"].items()
         )
     except FileNotFoundError:
         return ()
@@ -47,9 +52,13 @@ def save_calibration(directory: Path, drafter_id: str, tables: Sequence[Calibrat
     if others := {table.drafter_id for table in tables} - {drafter_id}:
         raise ModelError(f"{file}: a table of {min(others)!r}, the checkpoint is {drafter_id!r}")
     room = file.with_suffix(".partial")
-    temperatures = {str(table.mode): list(table.temperatures) for table in tables}
+    facts = {
+        "drafter_id": drafter_id,
+        "temperatures": {str(table.mode): list(table.temperatures) for table in tables},
+        "offsets": {str(table.mode): list(table.offsets) for table in tables if table.offsets},
+    }
     try:
-        write_json(room, {"drafter_id": drafter_id, "temperatures": temperatures})
+        write_json(room, facts)
         with room.open("rb") as opened:
             os.fsync(opened.fileno())
         room.replace(file)
@@ -60,8 +69,6 @@ def save_calibration(directory: Path, drafter_id: str, tables: Sequence[Calibrat
 
 def _check(file: Path, tables: Sequence[CalibrationTable]) -> None:
     for table in tables:
-        if not table.temperatures or not all(0 < t < float("inf") for t in table.temperatures):
-            raise ModelError(
-                f"{file}: temperatures of {table.mode} are {list(table.temperatures)}, must be "
-                "one or more numbers above 0"
-            )
+        if (fault := table.fault()) is not None:
+            field, value, limit = fault
+            raise ModelError(f"{file}: {table.mode}: {field}: {value!r} {limit}")

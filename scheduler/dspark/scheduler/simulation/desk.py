@@ -9,6 +9,7 @@ import numpy as np
 
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler.asking import DraftCost, afforded
+from dspark.scheduler.calibration import stretched
 from dspark.scheduler.simulation.drafters import CHECKPOINT, Ask
 from dspark.scheduler.simulation.measures import Measures
 from dspark.scheduler.simulation.planning import Guide, Step, StepPlanner
@@ -16,6 +17,7 @@ from dspark.scheduler.simulation.profiles import FloatArray, IntArray, Source, s
 from dspark.scheduler.simulation.reporting import Tally
 from dspark.scheduler.simulation.rows import Rows
 from dspark.scheduler.step_cost import StepCost
+from dspark.scheduler.sts import UNSCALED
 
 BESIDE = "beside"  # the drafter that shares the verifier's machine
 
@@ -121,7 +123,7 @@ class DraftDesk:
         if fresh := self._fresh[group]:
             at = np.concatenate(fresh)
             blocks = self._source.take(self._rows.domain[at])
-            alive = survival(blocks.logits, self._temperatures())
+            alive = survival(blocks.logits, self._scaling())
             self._rows.give(at, blocks, alive)
             fresh.clear()
 
@@ -163,7 +165,7 @@ class DraftDesk:
         self._tally.add_drafts(drafter, tokens, len(at))
         self._measures.add_drafts(now, tokens, latency_s)
 
-    def _temperatures(self) -> FloatArray:
+    def _scaling(self) -> FloatArray:
         if self._guide is None:
-            return np.ones(self._gamma)
-        return self._guide.temperatures(CHECKPOINT, self._mode, self._gamma)
+            return stretched(UNSCALED[:, None], self._gamma)
+        return self._guide.scaling(CHECKPOINT, self._mode, self._gamma)

@@ -121,7 +121,7 @@ class Source:
         return Blocks(self._drawn[d].logits[rows], self._drawn[d].stands[rows])
 
 
-def survival(logits: FloatArray, temperatures: FloatArray) -> FloatArray:
-    """[n, γ] a_k = ∏_{i<=k} σ(z_i / t_i)."""
-    alive: FloatArray = np.cumprod(confidence(logits, temperatures), axis=1, dtype=np.float64)
+def survival(logits: FloatArray, scaling: FloatArray) -> FloatArray:
+    """Logits [n, γ], scaling [2, γ] -> [n, γ] a_k = ∏_{i<=k} σ(z_i / t_i + b_i)."""
+    alive: FloatArray = np.cumprod(confidence(logits, scaling), axis=1, dtype=np.float64)
     return alive

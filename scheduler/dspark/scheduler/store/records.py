@@ -169,7 +169,7 @@ def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(data: dict[str, Any]) -> CalibrationTable:
     mode, temperatures = SamplingMode(data["mode"]), tuple(data["temperatures"])
-    return CalibrationTable(data["drafter_id"], mode, temperatures)
+    return CalibrationTable(data["drafter_id"], mode, temperatures, tuple(data.get("offsets", ())))
 
 
 def members(version: int, alive: Iterable[Member], pools: Collection[Pool]) -> Members:
