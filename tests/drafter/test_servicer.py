@@ -42,7 +42,7 @@ READS = DrafterCard(
 
 
 async def test_the_hello_says_all_that_a_verifier_needs() -> None:
-    table = CalibrationTable("toy-2", SamplingMode.COUPLED, (1.5, 2.0))
+    table = CalibrationTable("toy-2", SamplingMode.COUPLED, (1.5, 2.0), (-0.5, 1 / 3))
     toy = ToyDrafter(READS, context_window=77, calibration=(table,))
     options: dict[str, Any] = {"feature_dtype": "bfloat16", "max_message_bytes": 123_456}
     async with serving(toy, **options) as served, raw(served.address) as stream:

@@ -119,7 +119,7 @@ async def test_a_miscalibrated_drafter_is_put_right_and_stays_so(store: Store) -
 async def test_a_table_that_a_drafter_ships_reaches_whoever_plans(store: Store) -> None:
     """It registers with the other replica; positions that nothing was heard of keep what it says,
     in the plans of the one that plans."""
-    shipped = CalibrationTable("d", SamplingMode.GREEDY, (2.0,) * 7)
+    shipped = CalibrationTable("d", SamplingMode.GREEDY, (2.0,) * 7, (0.25,) * 7)
     card = DrafterCard("d", "dspark", 7)
     member = Member(Pool.DRAFTER, Replica("d1", "h:1"), card, calibration=(shipped,))
     async with AsyncExitStack() as stack:
@@ -154,6 +154,7 @@ async def test_a_table_that_a_drafter_ships_reaches_whoever_plans(store: Store) 
         (table,) = planner.calibration.tables
         assert table.temperatures[0] > 2.5
         assert table.temperatures[1:] == (2.0,) * 6
+        assert table.offsets[1:] == (0.25,) * 6
 
 
 def planning(*replicas: Served) -> Served | None:
@@ -163,7 +164,7 @@ def planning(*replicas: Served) -> Served | None:
 # --- the planning replica's own care of it --------------------------------------------------------
 
 
-HOT = Calibration(3, (CalibrationTable("d", SamplingMode.GREEDY, (2.0, 3.0)),))
+HOT = Calibration(3, (CalibrationTable("d", SamplingMode.GREEDY, (2.0, 3.0), (-0.5, 1 / 3)),))
 
 
 async def leading(store: Store, name: str, clock: Clock) -> Planner:

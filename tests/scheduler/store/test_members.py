@@ -38,7 +38,9 @@ async def test_members_come_back_as_they_registered(store: MemoryStore) -> None:
 
 
 async def test_what_a_drafter_ships_comes_back(store: MemoryStore) -> None:
-    tables = tuple(CalibrationTable("d", mode, (0.1, 1 / 3, 7.0)) for mode in SamplingMode)
+    tables = tuple(
+        CalibrationTable("d", mode, (0.1, 1 / 3, 7.0), (0.5, -1 / 3, 0.0)) for mode in SamplingMode
+    )
     await store.register(Pool.DRAFTER, Replica("d", "h:1"), DRAFTER, None, TTL, tables)
     listed = await store.members()
     assert listed is not None
