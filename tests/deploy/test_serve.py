@@ -4,6 +4,7 @@ says reaches the parts it is for."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -173,15 +174,17 @@ async def test_a_client_ca_guards_the_verification_service_too(
 
 
 class Lost:
-    """A backend whose device is gone."""
+    """A backend whose device is gone: its steps fail, or with a gate hang until that is opened."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, gate: threading.Event | None = None) -> None:
+        self._backend, self._gate = backend, gate
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def forward(self, batch: Any) -> Any:
+        if self._gate is not None:
+            self._gate.wait()
         raise RuntimeError("the device is lost")
 
 
@@ -200,3 +203,21 @@ async def test_a_process_whose_engine_is_broken_ends(loaded: Loaded) -> None:
             assert answer.status_code == 503
     with pytest.raises(Unavailable, match="the engine is broken"):
         await asyncio.wait_for(serving, 30)
+
+
+@pytest.mark.slow  # a step hangs once it has taken 10 s, and is left behind 5 s later
+async def test_a_process_whose_engine_hangs_ends(loaded: Loaded) -> None:
+    gate = threading.Event()
+    hung: Any = Lost(loaded.backend, gate)
+    engine = make_engine(hung, loaded.config, loaded.cost, loaded.tokenizer.eos_ids)
+    config, up = configured(loaded), asyncio.Queue[Running]()
+    work = serve(config, access(config), replace(loaded, engine=engine), up.put_nowait)
+    serving = asyncio.create_task(work)
+    servers = await up.get()
+    async with httpx.AsyncClient(timeout=60) as http:
+        body = {"prompt": "the cat", "max_tokens": 3}
+        asking = asyncio.create_task(http.post(f"{servers.url}/v1/completions", json=body))
+        with pytest.raises(Unavailable, match="fail or hang"):
+            await asyncio.wait_for(serving, 40)
+        asking.cancel()
+    gate.set()

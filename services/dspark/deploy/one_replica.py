@@ -11,14 +11,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dspark.core.errors import Unavailable
+from dspark.deploy.lives import end_of
 from dspark.deploy.roles import RunningRole
 
 log = logging.getLogger(__name__)
 
 # Exit status of a replica whose newer life has registered. 0: it stopped when it was told to.
 FENCED = 3
-# Seconds between two looks at whether the replica still lives.
-LOOK_S = 0.5
 
 Signals = asyncio.Queue[signal.Signals]
 
@@ -82,8 +81,7 @@ async def _once_ready(
 
 
 async def _end_of_life(running: RunningRole) -> str:
-    while running.alive:
-        await asyncio.sleep(LOOK_S)
+    await end_of(lambda: running.alive)
     if not running.fenced.is_set():
         raise Unavailable(f"{running.name}: the thread that does its work has ended")
     return ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dspark.core.errors import Unavailable
+from dspark.deploy.lives import end_of
 from dspark.deploy.serve_config import Listen, ServeConfig
 from dspark.deploy.single import Loaded, verifier_card
 from dspark.gateway.gateway import Gateway, ServedModel
@@ -56,13 +57,13 @@ def access(config: ServeConfig) -> Access:
 @dataclass(frozen=True, slots=True)
 class Running:
     """The servers of one process. verification: None if it is off. url: of HTTP, where to call.
-    broken: see `EngineRunner`."""
+    lives: whether the engine does."""
 
     http: HttpServer
     grpc: GrpcServer
     verification: GrpcServer | None
     url: str
-    broken: asyncio.Event
+    lives: Callable[[], bool]
 
     async def drain(self, grace_s: float) -> None:
         """Stop for good: nothing new is accepted, what runs has grace_s to finish, and what is left
@@ -106,14 +107,14 @@ async def running(config: ServeConfig, access: Access, loaded: Loaded) -> AsyncI
         )
         door.open()
         scheme = "http" if tls is None else "https"
-        yield Running(http, grpc, verification, f"{scheme}://{http.address}", runner.broken)
+        yield Running(http, grpc, verification, f"{scheme}://{http.address}", lambda: runner.alive)
 
 
 async def serve(
     config: ServeConfig, access: Access, loaded: Loaded, ready: Callable[[Running], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends what runs at once. Raises
-    Unavailable when the engine is broken: only another process could serve then."""
+    Unavailable when the engine is broken or hangs: only another process could serve then."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -121,13 +122,13 @@ async def serve(
     async with running(config, access, loaded) as servers:
         ready(servers)
         asked = asyncio.create_task(signals.get())
-        broken = asyncio.create_task(servers.broken.wait())
+        broken = asyncio.create_task(end_of(servers.lives))
         await asyncio.wait((asked, broken), return_when=asyncio.FIRST_COMPLETED)
         broken.cancel()
         if not asked.done():
             asked.cancel()
             await servers.drain(0.0)
-            raise Unavailable("the engine is broken: its steps fail, and the log says why")
+            raise Unavailable("the engine is broken: its steps fail or hang, and the log says why")
         log.info("stopping: what runs has up to %g s to finish", config.drain_s)
         draining = asyncio.create_task(servers.drain(config.drain_s))
         again = asyncio.create_task(signals.get())

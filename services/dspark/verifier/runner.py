@@ -51,9 +51,6 @@ class EngineRunner:
     thread that is stuck in a step is left behind after stop_s seconds (None: by STOP_S). It counts
     as dead after stuck_s in one (None: by STUCK_S), or once FAILED_STEPS have failed in a row.
     traced: told in the event loop of traced runs that are over; None traces none.
-
-    broken: set, in the event loop, once the thread has ended by itself: whoever started it has to
-    replace it.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class EngineRunner:
         stuck_s: float | None = None,
     ) -> None:
         self.engine = engine
-        self.broken = asyncio.Event()
         self._traced = traced
         if traced is not None:
             engine.traces = []
@@ -112,7 +108,7 @@ class EngineRunner:
 
     @property
     def alive(self) -> bool:
-        """The engine's thread runs and gets on."""
+        """The engine's thread runs and gets on; if not, whoever started it has to replace it."""
         began = self._step_began
         stuck = began is not None and time.monotonic() - began > self._stuck_s
         return self._thread.is_alive() and not self._over and not stuck
@@ -223,8 +219,6 @@ class EngineRunner:
         finally:
             self._over = True
             self._call(self._end)
-            if not self._stopping:
-                self._call(self.broken.set)
 
     def _step_until_stopped(self) -> None:
         failed, steps = 0, self.engine.figures.steps
