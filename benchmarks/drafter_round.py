@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from smollm2_shape import LAYERS, D, V, drafter_config
 
 from dspark.core.drafts import DraftRequest, DraftSampling
 from dspark.core.sampling import SamplingMode
@@ -25,34 +26,22 @@ from dspark.models.drafters.backbone import ParallelDrafter
 from dspark.models.drafters.blocks import backbone_pass, sequential_stage
 from dspark.models.drafters.checkpoint import DrafterCheckpoint
 from dspark.models.drafters.choosing import Chooser
-from dspark.models.drafters.config import DrafterConfig
 from dspark.models.drafters.draft_vocab import DraftVocabulary
 from dspark.models.drafters.drafting import ModelDrafter
 from dspark.models.drafters.kinds import new_drafter
 from dspark.models.drafters.sessions import Ready
 from dspark.models.drafters.target_tensors import TargetTensors
 
-D, V, LAYERS = 576, 49_152, 30
 NEW = 3  # positions that a round brings
 
 
 def make(args: argparse.Namespace, candidates: int) -> tuple[ParallelDrafter, ModelDrafter]:
     torch.manual_seed(0)
-    config = DrafterConfig(
-        kind="dspark",
+    config = drafter_config(
         gamma=args.gamma,
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=1536,
         num_layers=args.layers,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        target_layer_ids=(1, 8, 14, 21, 27),
-        target_layers=LAYERS,
         head=args.head,
         rank=args.rank,
-        confidence=True,
         draft_vocab_size=args.vocabulary,
     )
     vocabulary = None

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from smollm2_shape import LAYERS, D, V, drafter_config
 
 from dspark.core.drafts import Draft, DraftRequest, DraftSampling
 from dspark.core.sampling import SamplingMode
 from dspark.models.drafters.checkpoint import DrafterCheckpoint, load_checkpoint
-from dspark.models.drafters.config import DrafterConfig
 from dspark.models.drafters.draft_vocab import DraftVocabulary
 from dspark.models.drafters.drafting import ModelDrafter
 from dspark.models.drafters.kinds import new_drafter
@@ -34,7 +34,6 @@ from dspark.models.drafters.native import NativeDraftOptions, NativeKernel
 from dspark.models.drafters.target_tensors import TargetTensors
 from dspark.models.targets.native.threads import usable_threads
 
-D, V, LAYERS = 576, 49_152, 30
 BURSTS, CALLS = 12, 4
 OTHER_BYTES = 128 << 20  # more than a cache holds
 
@@ -106,23 +105,7 @@ def checkpoint(args: argparse.Namespace) -> DrafterCheckpoint:
 
         return load_checkpoint(args.checkpoint, TargetTensors.read(resolve(args.target)))
     torch.manual_seed(0)
-    config = DrafterConfig(
-        kind="dspark",
-        gamma=args.gamma,
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=1536,
-        num_layers=2,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        target_layer_ids=(1, 8, 14, 21, 27),
-        target_layers=LAYERS,
-        head=args.head,
-        rank=64,
-        confidence=True,
-        draft_vocab_size=8192,
-    )
+    config = drafter_config(gamma=args.gamma, head=args.head, draft_vocab_size=8192)
     target = TargetTensors(torch.randn(V, D), torch.randn(V, D), 1.0, None, LAYERS)
     vocabulary = DraftVocabulary(np.arange(8192) * (V // 8192), V)
     return DrafterCheckpoint(new_drafter(config, target, vocabulary), "bench")

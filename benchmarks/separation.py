@@ -30,6 +30,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # two teams of threads must not spin each other out
 
 import torch
+from smollm2_shape import drafter_config
 
 from dspark.core.config import EngineConfig
 from dspark.core.drafts import Drafter
@@ -59,7 +60,6 @@ def make_drafter(kind: str, precision: str | None) -> Drafter:
         return NgramDrafter(GAMMA)
     from dspark.models import resolve
     from dspark.models.drafters.checkpoint import DrafterCheckpoint
-    from dspark.models.drafters.config import DrafterConfig
     from dspark.models.drafters.drafting import ModelDrafter
     from dspark.models.drafters.kinds import new_drafter
     from dspark.models.drafters.target_tensors import TargetTensors
@@ -70,21 +70,8 @@ def make_drafter(kind: str, precision: str | None) -> Drafter:
         return load_drafter(kind, tensors, native=native)
     vocabulary, width = tensors.embedding.shape
     torch.manual_seed(0)
-    config = DrafterConfig(
-        kind="dspark",
-        gamma=GAMMA,
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=1536,
-        num_layers=2,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        target_layer_ids=(1, 8, 14, 21, 27),
-        target_layers=tensors.layers,
-        head="vanilla",
-        rank=64,
-        confidence=True,
+    config = drafter_config(
+        gamma=GAMMA, vocab_size=vocabulary, hidden_size=width, target_layers=tensors.layers
     )
     return ModelDrafter(DrafterCheckpoint(new_drafter(config, tensors, None), "bench"))
 

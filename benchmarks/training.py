@@ -41,15 +41,14 @@ ROWS = [
     {"kind": "mtp", "layers": 1, "gamma": 1},
 ]
 STEPS = 3
-D, V, LAYERS_READ = 576, 49_152, (1, 8, 14, 20, 27)
 
 
 def measure(row: dict[str, object], threads: int, precision: str) -> dict[str, float]:
     """Of this process: block tokens a CPU second, seconds a step, MB before and above it."""
     import numpy as np
     import torch
+    from smollm2_shape import LAYERS_READ, D, V, drafter_config
 
-    from dspark.models.drafters.config import DrafterConfig
     from dspark.models.drafters.draft_vocab import DraftVocabulary
     from dspark.models.drafters.kinds import new_drafter
     from dspark.models.drafters.target_tensors import TargetTensors
@@ -61,18 +60,10 @@ def measure(row: dict[str, object], threads: int, precision: str) -> dict[str, f
     facts = {**BASE, **row}
     dspark = facts["kind"] == "dspark"
     embedding = 0.05 * torch.randn(V, D)
-    config = DrafterConfig(
+    config = drafter_config(
         kind=str(facts["kind"]),
         gamma=int(facts["gamma"]),
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=1536,
         num_layers=int(facts["layers"]),
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        target_layer_ids=LAYERS_READ,
-        target_layers=30,
         head="vanilla" if dspark else "none",
         rank=int(facts["rank"]) if dspark else 0,
         confidence=dspark,
