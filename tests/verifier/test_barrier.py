@@ -141,7 +141,7 @@ def held_back(planner: StepPlanner, sequence: Sequence, draft: Draft, number: in
     sequence.draft = in_hand(number, draft)
     item = item_of(sequence)
     for _ in range(3):
-        planner.learn([item], StepPlan([0], 0, 1, 1, 1, 100.0), seconds=100.0)
+        planner.learn([item], StepPlan([0], 0, 1, 1, 1, 100.0))
     return planner.plan([item])
 
 
@@ -214,7 +214,7 @@ def test_a_plan_from_the_past_is_used_for_drafts_that_are_newer() -> None:
     that one's x_1 says."""
     planner, sequence = ours("top-k"), a_sequence()
     sequence.draft = in_hand(1, draft_of((A, A)))
-    planner.learn([item_of(sequence)], StepPlan([0], 0, 1, 1, 1, 100.0), seconds=100.0)
+    planner.learn([item_of(sequence)], StepPlan([0], 0, 1, 1, 1, 100.0))
     for number, ids in ((2, (A, A)), (3, (B, A))):
         sequence.draft = in_hand(number, draft_of(ids))
         assert planner.plan([item_of(sequence)]).lengths == [2]
@@ -228,7 +228,7 @@ def test_the_past_binds_a_draft_only_where_the_barrier_is(
     """K of a draft that was worth nothing is 0; a greedy draft is looked at as it is."""
     planner, sequence = ours("top-k"), a_sequence(temperature)
     sequence.draft = in_hand(1, draft_of((B, A)))
-    planner.learn([item_of(sequence)], StepPlan([0], 0, 1, 1, 1, 100.0), seconds=100.0)
+    planner.learn([item_of(sequence)], StepPlan([0], 0, 1, 1, 1, 100.0))
     sequence.draft = in_hand(2, draft_of((A, A)))
     assert planner.plan([item_of(sequence)]).lengths == lengths
     assert planner.local_plans == 0
@@ -237,7 +237,7 @@ def test_the_past_binds_a_draft_only_where_the_barrier_is(
 def test_of_several_drafts_one_that_the_plan_saw_is_enough() -> None:
     planner, old, new = ours("top-k"), a_sequence(), a_sequence()
     old.draft, new.draft = in_hand(1, draft_of((A, A))), in_hand(2, draft_of((A, A)))
-    planner.learn([item_of(old)], StepPlan([0], 0, 1, 1, 1, 100.0), seconds=100.0)
+    planner.learn([item_of(old)], StepPlan([0], 0, 1, 1, 1, 100.0))
     planner.plan([item_of(new)])
     assert planner.local_plans == 0
     planner.plan([item_of(old), item_of(new)])

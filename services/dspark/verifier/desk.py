@@ -109,7 +109,6 @@ class DraftDesk:
             requests.append(request)
             sequence.asked = Asked(request, errand, tries, hopeful)
             errand.left[sequence.session] = self._sequences[sequence.session] = sequence
-        spent_s = source.spent_s
         self._errands.append(errand)
         try:
             source.ask(requests)
@@ -118,9 +117,10 @@ class DraftDesk:
             self._lose(errand)
             return
         if isinstance(source, LocalSource):
-            errand.idle_s = source.spent_s - spent_s
+            errand.idle_s = self._clock() - errand.at
             self._collect(source, self._clock())
-            _learn_cost(source, errand, errand.idle_s)
+            # What asking costs here is all that it takes, not the drafter alone.
+            _learn_cost(source, errand, max(self._clock() - errand.at, 0.0))
 
     def _request(self, sequence: Sequence, source: Source) -> DraftRequest:
         state = sequence.state

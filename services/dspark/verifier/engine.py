@@ -231,16 +231,18 @@ class Engine:
             with clock.lap("argmax"):
                 argmax = argmax_rows(output.logits)
             verdicts = judge_step(items, step.lengths, output.logits, argmax, self._scratch)
-            seconds = clock.laps["forward"] + clock.laps["argmax"]
-            self._forward_s = seconds
-            self.planner.learn(items, step, seconds)
+            self._forward_s = clock.laps["forward"] + clock.laps["argmax"]
+            self.planner.learn(items, step)
             if self._tally is not None:
-                self._tally.add_step(step.R, step.P, step.context, seconds - step.seconds)
                 self._tally.last_step = [item.sequence.state.request for item in items]
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
+            seconds = clock.total  # all of the step's work but drafting, which has its own price
+            self.planner.took(step, seconds)
+            if self._tally is not None:
+                self._tally.add_step(step.R, step.P, step.context, seconds - step.seconds)
             self._asking.ask(self.planner, items, self._batcher.running, step)
-            self.figures.add_step(clock, step, self.drafters.spent_s)
+            self.figures.add_step(clock, step, seconds, self.drafters.spent_s)
         return self.take_events()
 
     def _ready(self) -> list[Item]:

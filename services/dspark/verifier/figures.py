@@ -61,8 +61,9 @@ class Figures:
     residual_s: float = 0.0
     residual_abs_s: float = 0.0
 
-    def add_step(self, clock: Stopwatch, step: StepPlan, draft_s: float) -> None:
-        """draft_s: seconds spent in drafters since the engine started."""
+    def add_step(self, clock: Stopwatch, step: StepPlan, seconds: float, draft_s: float) -> None:
+        """seconds: of the step, drafting aside. draft_s: spent in drafters since the engine
+        started."""
         total = clock.total
         self.steps += 1
         self.prefill_tokens += step.P
@@ -70,7 +71,7 @@ class Figures:
         self.step_buckets[bisect_left(STEP_BUCKETS, total)] += 1
         self.forward_s += clock.laps["forward"]
         self.draft_s = draft_s
-        residual = clock.laps["forward"] + clock.laps["argmax"] - step.seconds
+        residual = seconds - step.seconds
         self.residual_s += RESIDUAL_RATE * (residual - self.residual_s)
         self.residual_abs_s += abs(residual)
 

@@ -165,9 +165,13 @@ class StepPlanner:
         K = capacity(past.survivals, self.cost.current, past.P, R, past.context)
         return scaled(K, R, len(group))
 
-    def learn(self, items: list[Item], step: StepPlan, seconds: float) -> None:
-        """Take in a step whose verdicts are known: how long it took, what its drafts promised."""
+    def took(self, step: StepPlan, seconds: float) -> None:
+        """How long a step took, drafting aside: not the model alone, for what a draft token costs
+        the engine around it counts as well."""
         self.cost.observe(step.P, step.R, step.B, step.context, seconds)
+
+    def learn(self, items: list[Item], step: StepPlan) -> None:
+        """Take in a step whose verdicts are known: what its drafts promised."""
         drafted = [item for item in items if item.decoding and item.sequence.draft is not None]
         if not drafted:
             return

@@ -146,8 +146,8 @@ def play(
         asked = desk.ask(step)
         items = desk.items(step)
         planned = planner.plan(items)
-        seconds = cost.seconds(planned.P, planned.R, planned.B, planned.context)
-        planner.learn(items, planned, seconds)
+        planner.took(planned, cost.seconds(planned.P, planned.R, planned.B, planned.context))
+        planner.learn(items, planned)
         desk.judged(step, planned)
         plays.append(Play(tuple(planned.lengths[: len(step.rounds)]), asked))
     return plays
