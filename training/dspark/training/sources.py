@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -173,3 +174,35 @@ def steps(
                 epoch, place = epoch + 1, 0
                 walk = order(indices, domains, epoch, seed, balance=balance)
         yield taken
+
+
+def read_ahead(
+    source: Source, batches: Iterator[list[int]], own: slice
+) -> Iterator[tuple[list[int], list[Example]]]:
+    """Each batch of indices with the examples that `own` picks of it, read from disk while the last
+    one is worked on: shards may be larger than memory. A source that computes its examples does so
+    in turn."""
+    if not isinstance(source, ShardSource):
+        for batch in batches:
+            yield batch, source.examples(batch[own])
+        return
+    with ThreadPoolExecutor(1, "reading") as pool:
+        batch = next(batches)
+        reading = pool.submit(_read, source, batch[own])
+        for following in batches:
+            ready = batch, reading.result()
+            batch, reading = following, pool.submit(_read, source, following[own])
+            yield ready
+
+
+def _read(source: Source, indices: Sequence[int]) -> list[Example]:
+    """In memory, not mapped to be read when it is first looked at."""
+    return [
+        replace(
+            example,
+            token_ids=example.token_ids.clone(),
+            features=example.features.clone(),
+            target=Target(*(getattr(example.target, f.name).clone() for f in fields(Target))),
+        )
+        for example in source.examples(indices)
+    ]

@@ -20,13 +20,14 @@ import torch
 from dspark.models.drafters.trunk import Trunk
 from dspark.training.config import TrainingSection
 from dspark.training.errors import TrainingStopped
+from dspark.training.examples import Example
 from dspark.training.exchange import Alone, Exchange, sum_gradients
 from dspark.training.flops import step_flops
 from dspark.training.losses import Rows, Sums, Weights, chunked_losses, denominators
 from dspark.training.packing import Pack, choose_anchors, pack
 from dspark.training.passes import greedy_blocks, run, stands, supervised
 from dspark.training.run_state import trained
-from dspark.training.sources import Source, steps
+from dspark.training.sources import Source, read_ahead, steps
 
 # Anchors of the held-out answers are the same in every run.
 _HELD_OUT_SEED = 1_000_003
@@ -80,16 +81,18 @@ class Trainer:
             fused=True,
         )
         domains = [origin.domain for origin in source.origins]
-        self._batches = steps(
+        batches = steps(
             indices, domains, config.sequences, config.seed, balance=balance, first=step
         )
+        own = slice(self._exchange.rank, None, self._exchange.size)
+        self._batches = read_ahead(source, batches, own)
 
     def advance(self) -> StepReport:
         """One step. Raises TrainingStopped, parameters unchanged, for a loss that is no number."""
         begun = self._clock()
-        batch = next(self._batches)
+        batch, examples = next(self._batches)
         own = range(self._exchange.rank, len(batch), self._exchange.size)
-        packs = self._packs(batch, own)
+        packs = self._packs(examples, own)
         rows = [supervised(self.drafter, one, self.weights) for one in packs]
         over = self._exchange.sum(_total(rows))
         self.optimizer.zero_grad(set_to_none=True)
@@ -112,9 +115,8 @@ class Trainer:
         tokens = int(sums.values[-1])
         return StepReport(self.step, figures, rate, norm, tokens, flops, seconds)
 
-    def _packs(self, batch: Sequence[int], own: Sequence[int]) -> list[Pack]:
+    def _packs(self, examples: Sequence[Example], own: Sequence[int]) -> list[Pack]:
         gamma, together = self.drafter.config.gamma, self.config.together
-        examples = self._source.examples([batch[i] for i in own])
         anchors = [
             choose_anchors(
                 example.prompt_tokens,
