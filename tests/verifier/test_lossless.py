@@ -310,7 +310,7 @@ BANNED = SamplingParams(max_tokens=13, logit_bias={2: -100.0, 1: 0.5})
 CASES = {
     "none": ("none", 16, None, (0.0, 0.0)),
     "whole blocks": ("fixed:5", 16, None, (1.0, 1.0)),
-    "trimmed blocks": ("fixed:2", 16, None, (0.3, 0.6)),
+    "short blocks": ("fixed:2", 16, None, (1.0, 1.0)),
     "early stop that never stops": ("early-stop", 16, None, (1.0, 1.0)),
     "early stop that trims": ("early-stop", 8, LINEAR, (0.1, 0.6)),
     "threshold": ("threshold:0.5", 16, None, (0.1, 0.7)),

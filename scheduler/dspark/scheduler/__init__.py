@@ -1,6 +1,6 @@
 """What the scheduler offers: verify lengths, what a step costs, whether to draft at all."""
 
-from dspark.scheduler.asking import DraftCost, afforded, askers, probe_rounds
+from dspark.scheduler.asking import DraftCost, afforded, askers, blocks, probe_rounds, reach
 from dspark.scheduler.planner import (
     Policy,
     PolicyKind,
@@ -19,11 +19,13 @@ __all__ = [
     "StepCost",
     "afforded",
     "askers",
+    "blocks",
     "capacity",
     "cost_key",
     "hardware",
     "plan",
     "probe_rounds",
+    "reach",
     "saving",
     "scaled",
 ]

@@ -1,4 +1,4 @@
-"""Who asks for drafts after a step: one decision for all its requests. Pure.
+"""Who asks for drafts after a step, and for how long ones: one decision for all its requests. Pure.
 
 A batch of drafts that is waited for is waited for as long however few are in it, so no request has
 a price of its own: charged the whole wait, each stays out because the others do. The rule weighs
@@ -41,6 +41,8 @@ SURPRISE = 2.0
 MOMENT_S = 1e-4
 # Replies are late by accident, but not this many times too early: that is another drafter's pace.
 ANEW = 4.0
+# Of a block's reach that each shorter verify length takes back: after ten rounds it is forgotten.
+REACH_RATE = 1 / 8
 # How much spread of n, as a share of the mean's square, it takes to believe the slope seen rather
 # than that all of D goes with n. That belief invites few to ask, and so corrects itself.
 SPREAD = 0.002
@@ -181,6 +183,35 @@ def afforded(blocks: ArrayLike, savings: ArrayLike, tokens: int) -> IntArray:
     blocks, saving = np.asarray(blocks, np.intp), np.asarray(savings, np.float64)
     order = np.argsort(-np.where(np.isnan(saving), np.inf, saving), kind="stable")
     return np.sort(order[np.cumsum(blocks[order]) <= tokens])
+
+
+def reach(now: ArrayLike, verified: ArrayLike) -> FloatArray:
+    """How many draft tokens are worth asking for, of requests that had `now` and of whose drafts
+    `verified` tokens were verified, each [R]: one more than lately, so that it grows again.
+
+    A parallel drafter's work goes with the tokens of a block, and what nobody verifies is wasted;
+    its first ones do not suffer from a shorter block (docs/results/2026-11-30-drafter.md).
+    """
+    then, more = np.asarray(now, np.float64), np.asarray(verified, np.float64) + 1.0
+    return np.maximum(more, then + REACH_RATE * (more - then))
+
+
+def blocks(
+    longest: ArrayLike,
+    reaches: ArrayLike,
+    probed: ArrayLike,
+    seconds: ArrayLike,
+    step_s: float,
+) -> IntArray:
+    """Draft tokens [R] to ask for, of those that are asked. longest [R]: that there may be. reaches
+    [R]: NaN before the first draft. probed [R]: whose drafts are asked for to see what they are
+    worth, so whole. seconds [R]: of the drafts that are asked for with each; next to nothing asks
+    for whole ones."""
+    most, wanted = np.asarray(longest, np.intp), np.asarray(reaches, np.float64)
+    free = np.asarray(seconds, np.float64) <= PROBE_SHARE * step_s
+    whole = free | np.asarray(probed, np.bool_) | np.isnan(wanted)
+    tokens: IntArray = np.minimum(np.where(whole, most, np.rint(wanted)), most).astype(np.intp)
+    return tokens
 
 
 def probe_rounds(probe_s: float, step_s: float) -> int:

@@ -61,18 +61,17 @@ class Asking:
         sequences = [sequence for name in names for sequence in wanting[name]]
         whose = [at for at, name in enumerate(names) for _ in wanting[name]]
         costs = [self._drafters[name].cost for name in names]
-        wanted = planner.whom_to_ask(sequences, costs, whose, hidden_s, step)
+        wanted = planner.how_much_to_ask(sequences, costs, whose, hidden_s, step)
+        for sequence, tokens in zip(sequences, wanted, strict=True):
+            sequence.wanted = tokens
 
         def hopeful(sequence: Sequence) -> bool:
             """Whether a draft is asked for whatever the last ones were worth."""
-            probed = sequence.rounds_unasked > 0 or sequence.saving_s is None
-            return probed or planner.taken_at_its_word(sequence)
+            return sequence.probed or planner.taken_at_its_word(sequence)
 
         asked: set[Sequence] = set()
         for at, name in enumerate(names):
-            asking = [
-                s for s, w, by in zip(sequences, wanted, whose, strict=True) if w and by == at
-            ]
+            asking = [s for s, by in zip(sequences, whose, strict=True) if s.wanted and by == at]
             asked.update(self._desk.ask(self._drafters[name], asking, hopeful))
         for sequence in sequences:  # also those for whom a budget was short are unasked
             sequence.rounds_unasked = 0 if sequence in asked else sequence.rounds_unasked + 1

@@ -314,7 +314,7 @@ def _learn_cost(source: Source, errand: Errand, seconds: float, *, given_up: boo
 
 def _block(sequence: Sequence, source: Source) -> int:
     """Draft tokens that a sequence asks for."""
-    return min(sequence.gamma, source.card.gamma, sequence.state.draft_room)
+    return min(sequence.wanted, sequence.gamma, source.card.gamma, sequence.state.draft_room)
 
 
 def _traceparent(sequence: Sequence) -> str:

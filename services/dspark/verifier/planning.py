@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,8 +18,10 @@ from dspark.scheduler import (
     Policy,
     PolicyKind,
     askers,
+    blocks,
     capacity,
     plan,
+    reach,
     saving,
     scaled,
 )
@@ -182,10 +185,14 @@ class StepPlanner:
         cost = self.cost.current
         plain_s = cost.seconds(step.P, step.R, step.P + step.R, step.context)
         saved = saving(survivals, lengths, step.R / plain_s, step.seconds - plain_s)
-        for item, a, length, seconds_saved in zip(
-            drafted, survivals, lengths.tolist(), saved.tolist(), strict=True
+        before = [_or_nan(item.sequence.reach) for item in drafted]
+        longest = [item.sequence.gamma for item in drafted]
+        reaches = reach(np.where(np.isnan(before), longest, before), lengths)
+        for item, a, length, seconds_saved, reached in zip(
+            drafted, survivals, lengths.tolist(), saved.tolist(), reaches.tolist(), strict=True
         ):
             sequence = item.sequence
+            sequence.reach = reached
             sequence.saving_s = running_mean(sequence.saving_s, seconds_saved)
             sequence.verifies = running_mean(sequence.verifies, float(length))
             sequence.gains = running_mean(sequence.gains, float(a[:length].sum()))
@@ -198,21 +205,22 @@ class StepPlanner:
             without = [np.empty(0)] * (step.R - len(drafted))
             self._past = PastDrafts([*survivals, *without], step.P, step.context, newest)
 
-    def whom_to_ask(
+    def how_much_to_ask(
         self,
         sequences: Seq[Sequence],
         costs: Seq[DraftCost],
         whose: Seq[int],
         hidden_s: float,
         step: StepPlan,
-    ) -> list[bool]:
-        """Draft at all, for each of those that could be: while the drafts of all save more than
-        they cost together and the scheduler's plan wants them, and now and then to see again. A
-        fixed or threshold policy is taken at its word. costs: of drafters that answer side by side;
-        whose: which of them is each one's. Uses the past only."""
-        kinds = [self._policy(sequence).kind for sequence in sequences]
-        asked = [kind is not PolicyKind.NONE and kind not in JOINT for kind in kinds]
-        joint = [i for i, kind in enumerate(kinds) if kind in JOINT]
+    ) -> list[int]:
+        """Draft tokens to ask for, for each of those that could be, 0 for none at all: while the
+        drafts of all save more than they cost together and the scheduler's plan wants them, and now
+        and then to see again. No more than are likely to be verified, unless drafting costs next to
+        nothing. A fixed or threshold policy is taken at its word. costs: of drafters that answer
+        side by side; whose: which of them is each one's. Uses the past only."""
+        policies = [self._policy(sequence) for sequence in sequences]
+        wanted = [_at_its_word(p, s) for p, s in zip(policies, sequences, strict=True)]
+        joint = [i for i, policy in enumerate(policies) if _is_joint(policy)]
         among = [sequences[i] for i in joint]
         bypassed = [self._guidance.bypasses(s.state.request.tenant) for s in among]
         chosen = askers(
@@ -224,9 +232,18 @@ class StepPlanner:
             bypassed=bypassed,
             drafter=[whose[i] for i in joint],
         )
-        for i in chosen.tolist():
-            asked[joint[i]] = True
-        return asked
+        asked = [joint[i] for i in chosen.tolist()]
+        n = Counter(whose[i] for i in asked)
+        tokens = blocks(
+            [sequences[i].gamma for i in asked],
+            [_or_nan(sequences[i].reach) for i in asked],
+            [sequences[i].probed for i in asked],
+            [costs[whose[i]].seconds(n[whose[i]]) for i in asked],
+            step.seconds,
+        )
+        for i, length in zip(asked, tokens.tolist(), strict=True):
+            wanted[i] = length
+        return wanted
 
     def taken_at_its_word(self, sequence: Sequence) -> bool:
         """Whether its policy verifies without weighing what that is worth."""
@@ -234,6 +251,17 @@ class StepPlanner:
 
 
 JOINT = (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
+
+
+def _or_nan(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def _at_its_word(policy: Policy, sequence: Sequence) -> int:
+    """Draft tokens that a policy wants which does not weigh what they are worth."""
+    if policy.kind is PolicyKind.FIXED:
+        return policy.length
+    return sequence.gamma if policy.kind is PolicyKind.THRESHOLD else 0
 
 
 def _is_joint(policy: Policy) -> bool:

@@ -77,9 +77,10 @@ class Sequence:
 
     saving_s: running mean of the seconds a round's draft saved, None before the first one; misses:
     rounds before that in which one was asked for and none came. verifies, gains: of draft tokens
-    that a round verified, and that were expected to stand. rounds_unasked: rounds since a draft was
-    last asked for. paused_at: since when its reader cannot keep up, on the engine's clock; None
-    while it runs. trace: None unless it is traced.
+    that a round verified, and that were expected to stand. reach: how many are worth asking for,
+    None before the first draft; wanted: how many are asked for now. rounds_unasked: rounds since a
+    draft was last asked for. paused_at: since when its reader cannot keep up, on the engine's
+    clock; None while it runs. trace: None unless it is traced.
     """
 
     state: SequenceState
@@ -101,6 +102,8 @@ class Sequence:
     misses: int = 0
     verifies: float | None = None
     gains: float | None = None
+    reach: float | None = None
+    wanted: int = 0
     rounds_unasked: int = 0
     paused_at: float | None = None
     trace: RunTrace | None = None
@@ -121,8 +124,13 @@ class Sequence:
 
     def forget_worth(self) -> None:
         """Another drafter drafts for it: what the last one's drafts were worth says nothing."""
-        self.saving_s = self.verifies = self.gains = None
+        self.saving_s = self.verifies = self.gains = self.reach = None
         self.misses = 0
+
+    @property
+    def probed(self) -> bool:
+        """A draft asked for now would be to see what it is worth."""
+        return self.rounds_unasked > 0 or self.saving_s is None
 
     def saved_nothing(self) -> None:
         """A draft was asked for, and none came that could be used."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dspark.cli.bench.engine_load import Work, closed_loop
 from dspark.cli.bench.load import Clock
 from dspark.cli.bench.regret import KnownRound, KnownStep, Play
-from dspark.core.drafts import Draft
+from dspark.core.drafts import MAX_GAMMA, Draft
 from dspark.core.requests import Committed, Request
 from dspark.core.sampling import SamplingParams
 from dspark.core.sequence import SequenceState
@@ -197,20 +198,20 @@ class _Desk:
             sequences.append(sequence)
         last = self._last or self._plain(step)
         whose = [0] * len(sequences)
-        wanted = self._planner.whom_to_ask(sequences, [self._cost], whose, 0.0, last)
-        for sequence, known, asked in zip(sequences, step.rounds, wanted, strict=True):
-            sequence.rounds_unasked = 0 if asked else sequence.rounds_unasked + 1
-            if asked and len(known.survival):
-                self._hand(sequence, known)
-        return sum(wanted)
+        wanted = self._planner.how_much_to_ask(sequences, [self._cost], whose, 0.0, last)
+        for sequence, known, tokens in zip(sequences, step.rounds, wanted, strict=True):
+            sequence.rounds_unasked = 0 if tokens else sequence.rounds_unasked + 1
+            if tokens and len(known.survival):
+                self._hand(sequence, known.survival[:tokens])
+        return sum(tokens > 0 for tokens in wanted)
 
-    def _hand(self, sequence: Choice, known: KnownRound) -> None:
+    def _hand(self, sequence: Choice, survival: NDArray[np.float64]) -> None:
         from dspark.verifier.sequence import DraftInHand
 
         self._received += 1
-        ids = (0,) * len(known.survival)
+        ids = (0,) * len(survival)
         draft = Draft(sequence.session, sequence.round, ids, NO_LOGITS)
-        sequence.draft = DraftInHand(self._received, draft, known.survival)
+        sequence.draft = DraftInHand(self._received, draft, survival)
 
     def _plain(self, step: KnownStep) -> StepPlan:
         """In place of the step before the first."""
@@ -262,7 +263,7 @@ def _sequence(name: str, prompt_tokens: int) -> Choice:
 
     request = Request(name, (0,) * prompt_tokens, SamplingParams(temperature=0))
     state = SequenceState(request, eos_ids=(), max_tokens_total=prompt_tokens + 1, arrival=1)
-    return Sequence(state, np.random.default_rng(0), drafter="recorded")
+    return Sequence(state, np.random.default_rng(0), drafter="recorded", gamma=MAX_GAMMA)
 
 
 def _common(proposed: Sequence[int], said: Sequence[int]) -> int:

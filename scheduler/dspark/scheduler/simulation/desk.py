@@ -74,7 +74,7 @@ class DraftDesk:
         at = self._planner.askers(rows, at, self._costs, hidden_s, step)
         if not len(at):
             return [], 0.0
-        lengths = np.minimum(self._gamma, rows.left[at] - 1)
+        lengths = self._planner.blocks(rows, at, self._costs, step)
         if not self._drafters:
             rows.unasked[at] = 0
             seconds = self._share * self._cost.seconds(0, 0, int(lengths.sum()), 0)

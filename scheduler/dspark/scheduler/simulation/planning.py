@@ -14,7 +14,7 @@ import numpy as np
 from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions, Plan
 from dspark.core.sampling import SamplingMode
-from dspark.scheduler.asking import DraftCost, askers
+from dspark.scheduler.asking import DraftCost, askers, blocks, reach
 from dspark.scheduler.joint import SMALLEST_GAIN
 from dspark.scheduler.planner import (
     Policy,
@@ -176,6 +176,8 @@ class StepPlanner:
         saved = saving(survivals, lengths, step.R / step.plain_s, step.seconds - step.plain_s)
         before = np.where(np.isnan(rows.saving[at]), saved, rows.saving[at])
         rows.saving[at] = (1 - SAVING_RATE) * before + SAVING_RATE * saved
+        known = np.where(np.isnan(rows.reach[at]), rows.survival.shape[1], rows.reach[at])
+        rows.reach[at] = reach(known, lengths)
 
     def askers(
         self, rows: Rows, at: IntArray, costs: Sequence[DraftCost], hidden_s: float, step: Step
@@ -195,3 +197,15 @@ class StepPlanner:
         )  # fmt: skip
         rows.unasked[at] += 1
         return at[chosen]
+
+    def blocks(self, rows: Rows, at: IntArray, costs: Sequence[DraftCost], step: Step) -> IntArray:
+        """Draft tokens to ask for, of those slots that are asked."""
+        longest = np.minimum(rows.survival.shape[1], rows.left[at] - 1)
+        if not self._joint:
+            fixed = self._policy.kind is PolicyKind.FIXED
+            return np.minimum(longest, self._policy.length) if fixed else longest
+        whose = rows.drafter[at] if len(costs) > 1 else np.zeros(len(at), np.intp)
+        n = np.bincount(whose, minlength=len(costs)).tolist()
+        seconds = np.array([cost.seconds(asked) for cost, asked in zip(costs, n, strict=True)])
+        probed = (rows.unasked[at] > 1) | np.isnan(rows.saving[at])
+        return blocks(longest, rows.reach[at], probed, seconds[whose], step.seconds)

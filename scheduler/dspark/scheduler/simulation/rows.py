@@ -13,8 +13,8 @@ class Rows:
     """order: slots in use, by arrival. By slot: prefill, left: tokens of the prompt to compute, of
     the answer to commit. context: tokens computed. started: whether it has its first token.
     block: length of the draft in hand, 0 for none; number: of its arrival; logits, survival [γ],
-    stands: of it. saving: mean seconds that a draft saved, NaN before the first. unasked: rounds
-    since a draft was asked for."""
+    stands: of it. saving: mean seconds that a draft saved, NaN before the first; reach: how
+    long a draft is worth asking for, likewise. unasked: rounds since a draft was asked for."""
 
     def __init__(self, slots: int, gamma: int) -> None:
         self.jobs: list[Job | None] = [None] * slots
@@ -25,6 +25,7 @@ class Rows:
         self.stands, self.unasked = (np.zeros(slots, np.intp) for _ in range(2))
         self.started: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.saving = np.full(slots, np.nan)
+        self.reach = np.full(slots, np.nan)
         self.logits: FloatArray = np.zeros((slots, gamma))
         self.survival: FloatArray = np.zeros((slots, gamma))
         self.reserved = 0
@@ -48,7 +49,7 @@ class Rows:
         self.context[slot] = job.prompt - prefill
         self.group[slot], self.block[slot], self.unasked[slot] = group, 0, 0
         self.started[slot] = False
-        self.saving[slot] = np.nan
+        self.saving[slot] = self.reach[slot] = np.nan
         self.order = np.append(self.order, slot)
 
     def of_group(self, group: int) -> IntArray:
