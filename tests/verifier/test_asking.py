@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
 
 from dspark.core.drafts import DraftRequest
+from dspark.verifier.planning import PLAIN_EVERY
 
 from .toy import (
     HandClock,
     Scene,
     ScriptedDrafter,
+    StillCost,
     ToyBackend,
     greedy,
     history_rule,
     oracle,
     request,
+    still_cost,
     toy_engine,
 )
 
@@ -58,6 +62,25 @@ def test_no_more_is_asked_for_than_is_verified() -> None:
 
 def test_drafts_that_cost_nothing_are_whole() -> None:
     assert set(asked(0.05, "early-stop")[:-8]) == {7}
+
+
+class Seen(StillCost):
+    def __init__(self) -> None:
+        super().__init__(still_cost().profiled)
+        self.drafted: list[bool] = []
+
+    def observe(self, P: int, R: int, B: int, context: int, seconds: float) -> None:
+        self.drafted.append(B > P + R)
+
+
+@pytest.mark.parametrize(("verify", "rarely"), [("early-stop", True), ("fixed:2", False)])
+def test_now_and_then_a_step_shows_what_plain_decoding_costs(verify: str, rarely: bool) -> None:
+    engine = toy_engine(ToyBackend(RULE, V), ScriptedDrafter(oracle(RULE), gamma=2), verify=verify)
+    engine.planner.cost = cost = Seen()
+    Scene(engine).ask(request("a", (1, 2, 3), greedy(600)))
+    in_a_row = [len(list(steps)) for drafted, steps in groupby(cost.drafted) if drafted]
+    assert (max(in_a_row) == PLAIN_EVERY) is rarely
+    assert sum(cost.drafted) > 0.95 * len(cost.drafted)
 
 
 @pytest.mark.parametrize(("verify", "tokens"), [("fixed:2", 2), ("threshold:0.9", 7)])

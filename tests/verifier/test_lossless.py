@@ -331,7 +331,7 @@ def test_sampled_text_follows_the_targets_law(params: SamplingParams, case: str)
 
 
 @pytest.mark.parametrize("params", [TRUNCATED, BANNED], ids=["top-k and min-p", "bias"])
-@pytest.mark.parametrize("case", ["trimmed blocks", "early stop that trims", "top-k under load"])
+@pytest.mark.parametrize("case", ["short blocks", "early stop that trims", "top-k under load"])
 def test_a_token_that_may_not_come_is_rejected_not_trimmed(
     params: SamplingParams, case: str
 ) -> None:
