@@ -4,15 +4,18 @@ weights of the process's own or mapped ones."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
+from dspark.models.targets.backend import RaggedBatch
 from dspark.models.targets.native import NativeBackend, NativeOptions, Shelf
 
 from ..tiny import VOCABULARY, Ids, text, tiny_model
@@ -141,3 +144,33 @@ def test_every_number_of_rows(alone: Alone) -> None:
         for i, (logits, features) in enumerate(said):
             assert torch.equal(logits[0], alone.said[i % TEXTS][0][9])
             assert torch.equal(features[0], alone.said[i % TEXTS][1][9])
+
+
+@pytest.mark.parametrize(("precision", "close"), [("float32", 1e-5), ("int8", 0.02)])
+def test_features_are_the_projection_of_the_layers_that_it_reads(
+    precision: str, close: float
+) -> None:
+    """What int8 costs them: groups of 32 in 8 bits, here and of the matrix, are each off by up to
+    1/254 of their largest."""
+    backend = Kind("llama", precision, "float32").backend(threads=2)
+    whole = projection(backend.shape.width)
+    layers = replace(whole, weight=None, norm_weight=None)
+    backend.load_projection(layers)
+    backend.allocate(2)
+    every = np.arange(12, dtype=np.int32)
+    out = backend.forward(
+        RaggedBatch(
+            token_ids=every + 5,
+            positions=every,
+            query_start=np.array([0, 12], np.int32),
+            context_len=np.zeros(1, np.int32),
+            block_table=np.arange(2, dtype=np.int32)[None],
+            logit_rows=every[:0],
+            feature_rows=every,
+        )
+    )
+    assert whole.weight is not None
+    projected = out.features[layers.feature_id] @ whole.weight.T
+    want = functional.rms_norm(projected, (24,), whole.norm_weight, whole.eps)
+    off = (out.features[whole.feature_id] - want).norm(dim=1) / want.norm(dim=1)
+    assert float(off.max()) < close

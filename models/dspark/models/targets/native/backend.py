@@ -89,6 +89,7 @@ class NativeBackend:
         self._library = load_library(progress, options.cache)
         kernels = options.kernels or best_set(kernel_sets(self._library), machine())
         embedding = model.get_input_embeddings().weight.detach().contiguous()
+        self._int8 = _PRECISIONS[options.precision]
         config = Config(
             layers=shape.layers,
             width=shape.width,
@@ -98,7 +99,7 @@ class NativeBackend:
             inner=shape.inner,
             vocab=shape.vocab,
             block_size=block_size,
-            int8=_PRECISIONS[options.precision],
+            int8=self._int8,
             half_kv=options.half_kv,
             threads=self.threads,
             norm_eps=shape.norm_eps,
@@ -171,7 +172,7 @@ class NativeBackend:
                     f"to {layers - 2}, the last one is not allowed"
                 )
         self._projections[projection.feature_id] = _Loaded(
-            self._library, self._handle, projection, self.shape.width
+            self._library, self._handle, projection, self.shape.width, self._int8
         )
 
     def unload_projection(self, feature_id: str) -> None:
@@ -249,7 +250,12 @@ class _Loaded:
     """A projection whose matrix is laid out for the kernels."""
 
     def __init__(
-        self, library: Any, model: ctypes.c_void_p, projection: FeatureProjection, width: int
+        self,
+        library: Any,
+        model: ctypes.c_void_p,
+        projection: FeatureProjection,
+        width: int,
+        int8: int,
     ) -> None:
         self._layer_ids = np.array(projection.layer_ids, np.int32)
         self._eps = projection.eps
@@ -263,7 +269,7 @@ class _Loaded:
                     f"a projection of {inputs} inputs does not fit "
                     f"{len(projection.layer_ids)} layers of {width}"
                 )
-            made = library.dn_matrix_create(model, weight.data_ptr(), self.width, inputs, 0)
+            made = library.dn_matrix_create(model, weight.data_ptr(), self.width, inputs, int8)
             if not made:
                 raise MemoryError(library.dn_error().decode())
             self._matrix = ctypes.c_void_p(made)

@@ -96,7 +96,10 @@ class Step : public Phases {
     for (int p = 0; p < b.projections && b.F; p++) {
       const dn_projection &one = b.projection[p];
       const int n = one.matrix ? one.matrix->n : one.layers * c_.width;
-      if (one.matrix) product(*one.matrix, concatenated(b, p), b.F, one.out, n, false);
+      if (one.matrix) {
+        quantise_rows(b.F, concatenated(b, p), *one.matrix);
+        product(*one.matrix, concatenated(b, p), b.F, one.out, n, false);
+      }
       if (one.norm)
         rows(b.F, [=, this](int row) {
           float *out = one.out + static_cast<size_t>(row) * n;
@@ -107,8 +110,10 @@ class Step : public Phases {
 
   void prepare_taps(const dn_batch &b) {
     size_t floats = 0;
-    for (int p = 0; p < b.projections; p++)
+    for (int p = 0; p < b.projections; p++) {
       floats += static_cast<size_t>(b.F) * b.projection[p].layers * c_.width;
+      if (b.projection[p].matrix) make_room(b.projection[p].matrix->k, b.F);
+    }
     m_.wide.grow(sizeof(float) * floats);
   }
 
