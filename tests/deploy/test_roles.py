@@ -163,8 +163,11 @@ async def test_a_request_goes_through_all_pools_and_outlives_a_drained_verifier(
         async with reached(gateway, secured) as client:
             with pytest.raises(InvalidRequest, match="hold at most 4096 tokens"):
                 await client.generate([5] * 5000, max_tokens=4)
-            whole = await client.generate("the dog", max_tokens=300, temperature=0)
-            assert whole.choices[0].speculation.drafted > 0
+            drafted = 0
+            async with asyncio.timeout(PATIENCE_S):
+                while not drafted:  # a verifier serves before it has found a drafter
+                    whole = await client.generate("the dog", max_tokens=300, temperature=0)
+                    drafted = whole.choices[0].speculation.drafted
             # Seeded: no draft makes them short.
             long: Any = {"max_tokens": 600, "seed": 7, "ignore_eos": True}
             alone = await client.generate("the dog", **long)
