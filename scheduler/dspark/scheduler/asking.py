@@ -189,8 +189,8 @@ def reach(now: ArrayLike, verified: ArrayLike) -> FloatArray:
     """How many draft tokens are worth asking for, of requests that had `now` and of whose drafts
     `verified` tokens were verified, each [R]: one more than lately, so that it grows again.
 
-    A parallel drafter's work goes with the tokens of a block, and what nobody verifies is wasted;
-    its first ones do not suffer from a shorter block (docs/results/2026-11-30-drafter.md).
+    A parallel drafter's work goes with the tokens of a block, and its first ones are as good in a
+    shorter one (docs/decisions/2026-11-30-what-drafting-costs.md).
     """
     then, more = np.asarray(now, np.float64), np.asarray(verified, np.float64) + 1.0
     return np.maximum(more, then + REACH_RATE * (more - then))
