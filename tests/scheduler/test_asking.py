@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.scheduler import DraftCost, afforded, askers, probe_rounds
+from dspark.scheduler import DraftCost, afforded, askers, probe_rounds, supposed
 from dspark.scheduler.asking import PROBE_SHARE, WARM
 
 UNKNOWN = math.nan
@@ -112,6 +112,19 @@ def test_whom_nobody_knows_is_asked_and_others_may_join() -> None:
     cost = learnt(0.010, 0.001)
     assert ask([UNKNOWN, 0.002, 0.0005], cost) == [0, 1]
     assert ask([UNKNOWN, 0.002], cost, bypassed=[True, False]) == []
+
+
+def test_a_newcomer_is_taken_to_be_like_the_others() -> None:
+    assert supposed([UNKNOWN, 0.002, 0.004]) == [0.003, 0.002, 0.004]
+    assert supposed([UNKNOWN, 0.002]) == [0.002, 0.002]
+    cost = learnt(0.010, 0.001)
+    assert ask(supposed([UNKNOWN, -0.001, -0.002]), cost) == []
+    assert ask(supposed([UNKNOWN, 0.02, 0.02]), cost) == [0, 1, 2]
+
+
+def test_where_most_are_new_they_are_asked() -> None:
+    for savings in ([UNKNOWN], [UNKNOWN, UNKNOWN, 0.002], []):
+        assert np.array_equal(supposed(savings), savings, equal_nan=True)
 
 
 def test_nobody_is_fine() -> None:
@@ -258,17 +271,15 @@ def test_whatever_it_is_told_it_stays_a_cost(told: list[tuple[int, float]]) -> N
         assert a >= 0
         assert b >= 0
         assert cost.deviation >= 0
-        curve = cost.curve(9)
-        assert curve[0] == cost.seconds(0) == 0
+        curve = [cost.seconds(n) for n in range(10)]
+        assert curve[0] == 0
         assert np.isfinite(curve).all()
         assert (np.diff(curve) >= 0).all()
-        assert curve[9] == pytest.approx(cost.seconds(9))
 
 
 def test_before_the_first_reply_drafts_cost_nothing() -> None:
     cost = DraftCost()
     assert (cost.seconds(5), cost.deviation, cost.known) == (0.0, 0.0, False)
-    assert cost.curve(2).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_the_first_reply_is_believed_as_it_is() -> None:

@@ -1,6 +1,14 @@
 """What the scheduler offers: verify lengths, what a step costs, whether to draft at all."""
 
-from dspark.scheduler.asking import DraftCost, afforded, askers, blocks, probe_rounds, reach
+from dspark.scheduler.asking import (
+    DraftCost,
+    afforded,
+    askers,
+    blocks,
+    probe_rounds,
+    reach,
+    supposed,
+)
 from dspark.scheduler.planner import (
     Policy,
     PolicyKind,
@@ -28,4 +36,5 @@ __all__ = [
     "reach",
     "saving",
     "scaled",
+    "supposed",
 ]

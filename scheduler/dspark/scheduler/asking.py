@@ -16,7 +16,9 @@ What could keep everybody out for good, and what is done about it:
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -81,13 +83,6 @@ class DraftCost:
         a, b = self.line
         return a + b * n if n > 0 else 0.0
 
-    def curve(self, most: int) -> FloatArray:
-        """float64 [most + 1]: D(0), …, D(most)."""
-        a, b = self.line
-        seconds: FloatArray = a + b * np.arange(most + 1, dtype=np.float64)
-        seconds[0] = 0.0
-        return seconds
-
     def observe(self, n: int, seconds: float) -> None:
         """Take in a reply to n drafts asked for; what is no measurement is ignored."""
         if n < 1 or not 0 <= seconds <= MAX_SECONDS:
@@ -116,60 +111,69 @@ class DraftCost:
 
 
 def askers(
-    savings: ArrayLike,
+    savings: Sequence[float],
     cost: DraftCost | Sequence[DraftCost],
     hidden_s: float,
     *,
-    unasked: ArrayLike,
+    unasked: Sequence[int],
     step_s: float,
-    bypassed: ArrayLike | None = None,
-    drafter: ArrayLike | None = None,
-) -> IntArray:
+    bypassed: Sequence[bool] | None = None,
+    drafter: Sequence[int] | None = None,
+) -> list[int]:
     """Which of R requests to ask for drafts now: indices, increasing.
 
-    savings [R]: mean seconds that a request's draft saves a round (`planner.saving`), NaN or None
-    before its first. hidden_s: seconds of drafting that pass behind other work. unasked [R]: rounds
-    since each was asked for, this one included. step_s > 0: of a step, for probes. bypassed [R]:
-    whom the scheduler's plan leaves alone. cost: of the drafter, or of several that answer at the
-    same time; then drafter [R]: whose number in `cost` drafts for each.
+    savings [R]: mean seconds that a request's draft saves a round (`planner.saving`), NaN before
+    its first. hidden_s: seconds of drafting that pass behind other work. unasked [R]: rounds since
+    each was asked for, this one included. step_s > 0: of a step, for probes. bypassed [R]: whom the
+    scheduler's plan leaves alone. cost: of the drafter, or of several that answer at the same time;
+    then drafter [R]: whose number in `cost` drafts for each.
 
     The set that maximises Σ saving − max_d max(0, D_d(n_d) − hidden_s), n_d those of it that d
     drafts for, with all whom nobody knows yet; of equal sets the quickest, then the smallest. The
     rest is probed together as often as PROBE_SHARE of step time pays for, that is every round where
     drafting hides behind other work. Uses the past only.
     """
-    saving = np.asarray(savings, np.float64)
-    if not len(saving):
-        return np.zeros(0, np.intp)
+    R = len(savings)
+    if not R:
+        return []
     costs = [cost] if isinstance(cost, DraftCost) else cost
-    whose = np.zeros(len(saving), np.intp) if drafter is None else np.asarray(drafter, np.intp)
-    free = np.ones(len(saving), np.bool_) if bypassed is None else ~np.asarray(bypassed, np.bool_)
-    chosen: NDArray[np.bool_] = free & np.isnan(saving)
+    whose = [0] * R if drafter is None else drafter
+    free = range(R) if bypassed is None else [i for i in range(R) if not bypassed[i]]
+    chosen = [i for i in free if math.isnan(savings[i])]
+    ranks: list[list[int]] = [[] for _ in costs]
+    for i in sorted((i for i in free if savings[i] > 0), key=lambda i: -savings[i]):
+        ranks[whose[i]].append(i)
+    waits = [
+        _exposed(one, sum(whose[i] == d for i in chosen), len(rank), hidden_s)
+        for d, (one, rank) in enumerate(zip(costs, ranks, strict=True))
+    ]
+    numbers, waited_s = _best([[savings[i] for i in rank] for rank in ranks], waits)
+    for rank, n in zip(ranks, numbers, strict=True):
+        chosen += rank[:n]
+    rest = set(range(R)).difference(chosen)
+    if rest:
+        all_s = max(_exposed(one, whose.count(d), 0, hidden_s)[0] for d, one in enumerate(costs))
+        if max(unasked[i] for i in rest) >= probe_rounds(all_s - waited_s, step_s):
+            return list(range(R))
+    return sorted(chosen)
 
-    # By drafter, with n = 0, 1, … of those that pay besides the chosen: what they save, the wait.
-    ranks = [_ranked(saving, free & (whose == d)) for d in range(len(costs))]
-    worths = [np.cumsum(np.concatenate(([0.0], saving[rank]))) for rank in ranks]
-    sizes = np.bincount(whose, minlength=len(costs)).tolist()
-    curves = [_exposed(c, n, hidden_s) for c, n in zip(costs, sizes, strict=True)]
-    sure = np.bincount(whose[chosen], minlength=len(costs)).tolist()
-    waits = [w[f : f + len(r) + 1] for w, f, r in zip(curves, sure, ranks, strict=True)]
 
+def _best(
+    savings: Sequence[Sequence[float]], waits: Sequence[Sequence[float]]
+) -> tuple[list[int], float]:
+    """How many to ask of each drafter beside those that are asked in any case, and the wait then.
+    savings: by drafter, of those that pay, the most first. waits: seconds for 0, 1, … of them."""
+    worths = [list(itertools.accumulate(some, initial=0.0)) for some in savings]
+    least = max(wait[0] for wait in waits)
     # Whoever answers within the longest wait of all may as well be asked.
-    longest = np.unique(np.concatenate(waits))
-    longest = longest[longest >= max(wait[0] for wait in waits)]
-    within = [np.searchsorted(wait, longest, "right") - 1 for wait in waits]
-    gain = -longest
-    for worth, n in zip(worths, within, strict=True):
-        gain += worth[n]
-    best = int(gain.argmax())
-    for rank, n in zip(ranks, within, strict=True):
-        chosen[rank[: n[best]]] = True
-
-    rest = np.flatnonzero(~chosen)
-    probe_s = max(curve[-1] for curve in curves) - float(longest[best])
-    if len(rest) and np.asarray(unasked)[rest].max() >= probe_rounds(probe_s, step_s):
-        chosen[rest] = True
-    return np.flatnonzero(chosen)
+    longest = sorted({s for wait in waits for s in wait if s >= least})
+    within = [[bisect_right(wait, s) - 1 for wait in waits] for s in longest]
+    gains = [
+        sum(worth[n] for worth, n in zip(worths, numbers, strict=True)) - s
+        for s, numbers in zip(longest, within, strict=True)
+    ]
+    best = gains.index(max(gains))
+    return within[best], longest[best]
 
 
 def afforded(blocks: ArrayLike, savings: ArrayLike, tokens: int) -> IntArray:
@@ -183,6 +187,17 @@ def afforded(blocks: ArrayLike, savings: ArrayLike, tokens: int) -> IntArray:
     blocks, saving = np.asarray(blocks, np.intp), np.asarray(savings, np.float64)
     order = np.argsort(-np.where(np.isnan(saving), np.inf, saving), kind="stable")
     return np.sort(order[np.cumsum(blocks[order]) <= tokens])
+
+
+def supposed(savings: Sequence[float]) -> list[float]:
+    """Savings [R] with newcomers, NaN, taken to be like the mean of those that are known, where
+    these are as many at least. Short answers under a load at which drafts do not pay would else be
+    drafted for at each beginning; what a newcomer is worth shows when it is asked or probed."""
+    known = [saving for saving in savings if not math.isnan(saving)]
+    if not known or 2 * len(known) < len(savings):
+        return list(savings)
+    mean = sum(known) / len(known)
+    return [mean if math.isnan(saving) else saving for saving in savings]
 
 
 def reach(now: ArrayLike, verified: ArrayLike) -> FloatArray:
@@ -220,15 +235,9 @@ def probe_rounds(probe_s: float, step_s: float) -> int:
     return max(1, math.ceil(probe_s / (PROBE_SHARE * step_s)))
 
 
-def _ranked(saving: FloatArray, among: NDArray[np.bool_]) -> IntArray:
-    """Those whose drafts save anything, the most first."""
-    pays = np.flatnonzero(among & (saving > 0))
-    ranked: IntArray = pays[np.argsort(-saving[pays], kind="stable")]
-    return ranked
-
-
-def _exposed(cost: DraftCost, most: int, hidden_s: float) -> FloatArray:
-    """Seconds [most + 1] that nothing hides of drafting for n, non-decreasing."""
-    seconds = cost.curve(most) if cost.known else np.zeros(most + 1)
-    exposed: FloatArray = np.maximum(seconds - hidden_s, 0.0)
-    return exposed
+def _exposed(cost: DraftCost, first: int, more: int, hidden_s: float) -> list[float]:
+    """Seconds [more + 1] that nothing hides of drafting for `first`, `first` + 1, …"""
+    if not cost.known:
+        return [0.0] * (more + 1)
+    a, b = cost.line
+    return [max(a + b * n - hidden_s, 0.0) if n else 0.0 for n in range(first, first + more + 1)]

@@ -24,6 +24,7 @@ from dspark.scheduler import (
     reach,
     saving,
     scaled,
+    supposed,
 )
 from dspark.verifier.batcher import Item
 from dspark.verifier.guidance import Guidance
@@ -231,17 +232,20 @@ class StepPlanner:
             self._since_plain = 0
             return wanted
         among = [sequences[i] for i in joint]
-        bypassed = [self._guidance.bypasses(s.state.request.tenant) for s in among]
+        tenants = [s.state.request.tenant for s in among]
+        bypasses = {tenant: self._guidance.bypasses(tenant) for tenant in set(tenants)}
         chosen = askers(
-            [s.expected_saving_s for s in among],
+            supposed([s.expected_saving_s for s in among]),
             costs,
             hidden_s,
             unasked=[s.rounds_unasked + 1 for s in among],
             step_s=step.seconds,
-            bypassed=bypassed,
-            drafter=[whose[i] for i in joint],
+            bypassed=[bypasses[tenant] for tenant in tenants] if any(bypasses.values()) else None,
+            drafter=[whose[i] for i in joint] if len(costs) > 1 else None,
         )
-        asked = [joint[i] for i in chosen.tolist()]
+        asked = [joint[i] for i in chosen]
+        if not asked:
+            return wanted
         n = Counter(whose[i] for i in asked)
         tokens = blocks(
             [sequences[i].gamma for i in asked],

@@ -14,7 +14,7 @@ import numpy as np
 from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions, Plan
 from dspark.core.sampling import SamplingMode
-from dspark.scheduler.asking import DraftCost, askers, blocks, reach
+from dspark.scheduler.asking import DraftCost, askers, blocks, reach, supposed
 from dspark.scheduler.joint import SMALLEST_GAIN
 from dspark.scheduler.planner import (
     Policy,
@@ -188,12 +188,12 @@ class StepPlanner:
             return at if self._policy.kind is not PolicyKind.NONE else at[:0]
         bypassed = None
         if self._guide is not None:
-            bypassed = np.array([self._guide.bypasses(name) for name in self._tenants])
-            bypassed = bypassed[rows.tenant[at]]
+            bypasses = [self._guide.bypasses(name) for name in self._tenants]
+            bypassed = [bypasses[tenant] for tenant in rows.tenant[at].tolist()]
         chosen = askers(
-            rows.saving[at], costs, hidden_s,
-            unasked=rows.unasked[at] + 1, step_s=step.seconds, bypassed=bypassed,
-            drafter=rows.drafter[at] if len(costs) > 1 else None,
+            supposed(rows.saving[at].tolist()), costs, hidden_s,
+            unasked=(rows.unasked[at] + 1).tolist(), step_s=step.seconds, bypassed=bypassed,
+            drafter=rows.drafter[at].tolist() if len(costs) > 1 else None,
         )  # fmt: skip
         rows.unasked[at] += 1
         return at[chosen]
