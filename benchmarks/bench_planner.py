@@ -73,7 +73,8 @@ def test_curve(benchmark: Any) -> None:
 
 def test_saving(benchmark: Any) -> None:
     lengths = plan(SURVIVAL, COST, 64, R, 60_000, Policy.parse("early-stop"))
-    measure(benchmark, "saving", lambda: saving(SURVIVAL, lengths, 4000.0, 0.05))
+    expected = [float(a[:n].sum()) for a, n in zip(SURVIVAL, lengths, strict=True)]
+    measure(benchmark, "saving", lambda: saving(expected, lengths.tolist(), 4000.0, 0.05))
 
 
 def test_observe(benchmark: Any) -> None:

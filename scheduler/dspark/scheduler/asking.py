@@ -200,33 +200,23 @@ def supposed(savings: Sequence[float]) -> list[float]:
     return [mean if math.isnan(saving) else saving for saving in savings]
 
 
-def reach(now: ArrayLike, verified: ArrayLike) -> FloatArray:
-    """How many draft tokens are worth asking for, of requests that had `now` and of whose drafts
-    `verified` tokens were verified, each [R]: one more than lately, so that it grows again.
+def reach(now: float, verified: int) -> float:
+    """How many draft tokens are worth asking for, of a request that had `now` and of whose draft
+    `verified` tokens were verified: one more than lately, so that it grows again.
 
     A parallel drafter's work goes with the tokens of a block, and its first ones are as good in a
     shorter one (docs/decisions/2026-11-30-what-drafting-costs.md).
     """
-    then, more = np.asarray(now, np.float64), np.asarray(verified, np.float64) + 1.0
-    return np.maximum(more, then + REACH_RATE * (more - then))
+    return max(verified + 1.0, now + REACH_RATE * (verified + 1.0 - now))
 
 
-def blocks(
-    longest: ArrayLike,
-    reaches: ArrayLike,
-    probed: ArrayLike,
-    seconds: ArrayLike,
-    step_s: float,
-) -> IntArray:
-    """Draft tokens [R] to ask for, of those that are asked. longest [R]: that there may be. reaches
-    [R]: NaN before the first draft. probed [R]: whose drafts are asked for to see what they are
-    worth, so whole. seconds [R]: of the drafts that are asked for with each; next to nothing asks
-    for whole ones."""
-    most, wanted = np.asarray(longest, np.intp), np.asarray(reaches, np.float64)
-    free = np.asarray(seconds, np.float64) <= PROBE_SHARE * step_s
-    whole = free | np.asarray(probed, np.bool_) | np.isnan(wanted)
-    tokens: IntArray = np.minimum(np.where(whole, most, np.rint(wanted)), most).astype(np.intp)
-    return tokens
+def block(longest: int, reached: float, drafting_s: float, step_s: float, *, probed: bool) -> int:
+    """Draft tokens to ask for, of a request that is asked. longest: that there may be. reached: see
+    `reach`, NaN before the first draft. drafting_s: of the drafts that are asked for with it; next
+    to nothing asks for a whole one. probed: to see what a draft is worth, so whole."""
+    if probed or math.isnan(reached) or drafting_s <= PROBE_SHARE * step_s:
+        return longest
+    return min(round(reached), longest)
 
 
 def probe_rounds(probe_s: float, step_s: float) -> int:

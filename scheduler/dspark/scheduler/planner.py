@@ -208,18 +208,15 @@ def scaled(K: int, R_then: float, R_now: int) -> int:
 
 
 def saving(
-    survival: Sequence[NDArray[np.floating[Any]]],
-    lengths: IntArray,
-    theta0: float,
-    extra_s: float,
-) -> FloatArray:
+    expected: Sequence[float], lengths: Sequence[int], theta0: float, extra_s: float
+) -> list[float]:
     """Seconds [R] each request's draft is expected to save in this step, draft time not counted.
 
-    theta0: tokens a second of the step without drafts, R / T(P, R, P + R, context). extra_s: what
-    the drafts add, T(B) − T(P + R). A draft's Σ_{j≤ℓ} a_j tokens would else take their number over
-    theta0; it pays the share of extra_s that it has of Σℓ. The sum over requests is positive iff Θ
-    rose, so a request that saves nothing is one without which Θ would be as good.
+    expected [R]: tokens of it that should stand, Σ_{j≤ℓ} a_j; lengths [R]: ℓ. theta0: tokens a
+    second of the step without drafts, R / T(P, R, P + R, context). extra_s: what the drafts add,
+    T(B) − T(P + R). A draft's tokens would else take their number over theta0; it pays the share of
+    extra_s that it has of Σℓ. The sum over requests is positive iff Θ rose, so a request that saves
+    nothing is one without which Θ would be as good.
     """
-    a, request = flatten(survival, lengths)
-    tokens = np.bincount(request, weights=a, minlength=len(lengths))
-    return tokens / theta0 - lengths * (extra_s / max(int(lengths.sum()), 1))
+    share_s = extra_s / max(sum(lengths), 1)
+    return [tokens / theta0 - n * share_s for tokens, n in zip(expected, lengths, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from dspark.scheduler import (
     Policy,
     PolicyKind,
     askers,
-    blocks,
+    block,
     capacity,
     plan,
     reach,
@@ -188,21 +189,17 @@ class StepPlanner:
         survivals = [_admissible(item) for item in drafted]
         self._remember(drafted, survivals, step)
         length_of = dict(zip(map(id, items), step.lengths, strict=True))
-        lengths = np.array([length_of[id(item)] for item in drafted])
-        cost = self.cost.current
-        plain_s = cost.seconds(step.P, step.R, step.P + step.R, step.context)
-        saved = saving(survivals, lengths, step.R / plain_s, step.seconds - plain_s)
-        before = [_or_nan(item.sequence.reach) for item in drafted]
-        longest = [item.sequence.gamma for item in drafted]
-        reaches = reach(np.where(np.isnan(before), longest, before), lengths)
-        for item, a, length, seconds_saved, reached in zip(
-            drafted, survivals, lengths.tolist(), saved.tolist(), reaches.tolist(), strict=True
-        ):
+        lengths = [length_of[id(item)] for item in drafted]
+        expected = [sum(a[:n].tolist()) for a, n in zip(survivals, lengths, strict=True)]
+        plain_s = self.cost.current.seconds(step.P, step.R, step.P + step.R, step.context)
+        saved = saving(expected, lengths, step.R / plain_s, step.seconds - plain_s)
+        for item, length, tokens, seconds in zip(drafted, lengths, expected, saved, strict=True):
             sequence = item.sequence
-            sequence.reach = reached
-            sequence.saving_s = running_mean(sequence.saving_s, seconds_saved)
+            before = sequence.gamma if sequence.reach is None else sequence.reach
+            sequence.reach = reach(before, length)
+            sequence.saving_s = running_mean(sequence.saving_s, seconds)
             sequence.verifies = running_mean(sequence.verifies, float(length))
-            sequence.gains = running_mean(sequence.gains, float(a[:length].sum()))
+            sequence.gains = running_mean(sequence.gains, tokens)
 
     def _remember(
         self, drafted: list[Item], survivals: list[NDArray[np.float64]], step: StepPlan
@@ -247,15 +244,11 @@ class StepPlanner:
         if not asked:
             return wanted
         n = Counter(whose[i] for i in asked)
-        tokens = blocks(
-            [sequences[i].gamma for i in asked],
-            [_or_nan(sequences[i].reach) for i in asked],
-            [sequences[i].probed for i in asked],
-            [costs[whose[i]].seconds(n[whose[i]]) for i in asked],
-            step.seconds,
-        )
-        for i, length in zip(asked, tokens.tolist(), strict=True):
-            wanted[i] = length
+        drafting_s = [cost.seconds(n[at]) for at, cost in enumerate(costs)]
+        for i in asked:
+            s = sequences[i]
+            reached = math.nan if s.reach is None else s.reach
+            wanted[i] = block(s.gamma, reached, drafting_s[whose[i]], step.seconds, probed=s.probed)
         return wanted
 
     def taken_at_its_word(self, sequence: Sequence) -> bool:
@@ -264,10 +257,6 @@ class StepPlanner:
 
 
 JOINT = (PolicyKind.EARLY_STOP, PolicyKind.TOP_K)
-
-
-def _or_nan(value: float | None) -> float:
-    return np.nan if value is None else value
 
 
 def _at_its_word(policy: Policy, sequence: Sequence) -> int:

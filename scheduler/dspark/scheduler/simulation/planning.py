@@ -14,7 +14,7 @@ import numpy as np
 from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions, Plan
 from dspark.core.sampling import SamplingMode
-from dspark.scheduler.asking import DraftCost, askers, blocks, reach, supposed
+from dspark.scheduler.asking import DraftCost, askers, block, reach, supposed
 from dspark.scheduler.joint import SMALLEST_GAIN
 from dspark.scheduler.planner import (
     Policy,
@@ -173,11 +173,15 @@ class StepPlanner:
             newest = int(rows.number[at].max())
             self._past.append(_Past([*survivals, *without], step.P, step.R, step.context, newest))
         lengths = step.lengths[rows.block[step.at] > 0]
-        saved = saving(survivals, lengths, step.R / step.plain_s, step.seconds - step.plain_s)
+        stands = np.arange(rows.survival.shape[1]) < lengths[:, None]
+        expected = (rows.survival[at] * stands).sum(axis=1).tolist()
+        theta0 = step.R / step.plain_s
+        extra_s = step.seconds - step.plain_s
+        saved = np.array(saving(expected, lengths.tolist(), theta0, extra_s))
         before = np.where(np.isnan(rows.saving[at]), saved, rows.saving[at])
         rows.saving[at] = (1 - SAVING_RATE) * before + SAVING_RATE * saved
         known = np.where(np.isnan(rows.reach[at]), rows.survival.shape[1], rows.reach[at])
-        rows.reach[at] = reach(known, lengths)
+        rows.reach[at] = list(map(reach, known.tolist(), lengths.tolist()))
 
     def askers(
         self, rows: Rows, at: IntArray, costs: Sequence[DraftCost], hidden_s: float, step: Step
@@ -208,4 +212,13 @@ class StepPlanner:
         n = np.bincount(whose, minlength=len(costs)).tolist()
         seconds = np.array([cost.seconds(asked) for cost, asked in zip(costs, n, strict=True)])
         probed = (rows.unasked[at] > 1) | np.isnan(rows.saving[at])
-        return blocks(longest, rows.reach[at], probed, seconds[whose], step.seconds)
+        facts = (longest, rows.reach[at], seconds[whose], probed)
+        return np.array(
+            [
+                block(most, reached, drafting_s, step.seconds, probed=probes)
+                for most, reached, drafting_s, probes in zip(
+                    *(x.tolist() for x in facts), strict=True
+                )
+            ],
+            np.intp,
+        )
