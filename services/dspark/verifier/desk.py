@@ -80,6 +80,9 @@ class DraftDesk:
             return []
         blocks = [_block(sequence, source) for sequence in wanting]
         tokens = self._guidance.affordable(source.name, sum(blocks), max(blocks))
+        if tokens >= sum(blocks):
+            self._guidance.spend(source.name, sum(blocks))
+            return list(wanting)
         savings = [np.nan if s.saving_s is None else s.saving_s for s in wanting]
         chosen = afforded(blocks, savings, tokens).tolist()
         self._guidance.spend(source.name, sum(blocks[i] for i in chosen))
