@@ -1,22 +1,22 @@
-"""For how many draft tokens an engine asks."""
+"""For how many draft tokens an engine asks, and what it learns of its own pace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 from itertools import groupby
 from typing import Any
 
 import pytest
 
-from dspark.core.drafts import DraftRequest
 from dspark.verifier.planning import PLAIN_EVERY
 
 from .toy import (
     HandClock,
     Scene,
     ScriptedDrafter,
-    StillCost,
+    SlowDrafter,
     ToyBackend,
+    WatchedCost,
     greedy,
     history_rule,
     oracle,
@@ -27,62 +27,86 @@ from .toy import (
 
 V = 48
 RULE = history_rule(V, seed=8, loop=11)
-# A second a token: with one request a draft token pays if it stands for sure, with 0.9 s beside it.
-STEEP = {1: 1.0, 64: 64.0}
+# Three tokens cost what one does, more cost more than they are worth.
 FLAT_AT_FIRST = {1: 10.0, 3: 10.0, 64: 620.0}
 
 
-class Priced(ScriptedDrafter):
-    """A drafter that takes some of a clock's seconds each time."""
+def slow(clock: HandClock, seconds: float, gamma: int) -> SlowDrafter:
+    def pass_by() -> None:
+        clock.now += seconds
 
-    def __init__(self, clock: HandClock, seconds: float) -> None:
-        super().__init__(oracle(RULE), gamma=7)
-        self._clock, self._seconds = clock, seconds
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Any]:
-        self._clock.now += self._seconds
-        return super().propose(requests)
+    return SlowDrafter(oracle(RULE), pass_by, gamma=gamma)
 
 
-def asked(seconds: float, verify: str, table: dict[int, float] = FLAT_AT_FIRST) -> list[int]:
-    """Draft tokens of each request to the drafter, for a long answer."""
+# --- how long a draft ----------------------------------------------------------------------------
+
+
+def asked(seconds: float, verify: str) -> list[int]:
+    """Draft tokens of each request to a drafter that takes so long, for a long answer."""
     clock = HandClock()
-    drafter = Priced(clock, seconds)
-    engine = toy_engine(ToyBackend(RULE, V), drafter, verify=verify, table=table, clock=clock)
+    drafter = slow(clock, seconds, gamma=7)
+    backend = ToyBackend(RULE, V)
+    engine = toy_engine(backend, drafter, verify=verify, table=FLAT_AT_FIRST, clock=clock)
     Scene(engine).ask(request("a", (1, 2, 3), greedy(120)))
     return [one.gamma for one in drafter.asked]
 
 
 def test_no_more_is_asked_for_than_is_verified() -> None:
-    """Three tokens cost what one does, more cost more than they are worth: two are verified."""
     lengths = asked(0.5, "early-stop")
     assert lengths[0] == 7, "nothing is known yet"
-    assert set(lengths[25:-3]) == {3}, "one more than is verified, so that it can grow"
+    assert set(lengths[25:-3]) == {3}, "two are verified; one more, so that it can grow"
 
 
 def test_drafts_that_cost_nothing_are_whole() -> None:
     assert set(asked(0.05, "early-stop")[:-8]) == {7}
 
 
-class Seen(StillCost):
-    def __init__(self) -> None:
-        super().__init__(still_cost().profiled)
-        self.drafted: list[bool] = []
+@pytest.mark.parametrize(("verify", "tokens"), [("fixed:2", 2), ("threshold:0.9", 7)])
+def test_a_policy_that_weighs_nothing_is_taken_at_its_word(verify: str, tokens: int) -> None:
+    assert set(asked(0.5, verify)[:-8]) == {tokens}
 
-    def observe(self, P: int, R: int, B: int, context: int, seconds: float) -> None:
-        self.drafted.append(B > P + R)
+
+# --- what a step costs ---------------------------------------------------------------------------
+
+
+def watched(drafter: Any, **more: Any) -> Any:
+    engine = toy_engine(ToyBackend(RULE, V), drafter, **more)
+    engine.planner.cost = WatchedCost(still_cost().profiled)
+    return engine
 
 
 @pytest.mark.parametrize(("verify", "rarely"), [("early-stop", True), ("fixed:2", False)])
 def test_now_and_then_a_step_shows_what_plain_decoding_costs(verify: str, rarely: bool) -> None:
-    engine = toy_engine(ToyBackend(RULE, V), ScriptedDrafter(oracle(RULE), gamma=2), verify=verify)
-    engine.planner.cost = cost = Seen()
+    engine = watched(ScriptedDrafter(oracle(RULE), gamma=2), verify=verify)
     Scene(engine).ask(request("a", (1, 2, 3), greedy(600)))
-    in_a_row = [len(list(steps)) for drafted, steps in groupby(cost.drafted) if drafted]
+    drafted = [B > P + R for P, R, B, _ in engine.planner.cost.steps]
+    in_a_row = [len(list(steps)) for any_drafts, steps in groupby(drafted) if any_drafts]
     assert (max(in_a_row) == PLAIN_EVERY) is rarely
-    assert sum(cost.drafted) > 0.95 * len(cost.drafted)
+    assert sum(drafted) > 0.95 * len(drafted)
 
 
-@pytest.mark.parametrize(("verify", "tokens"), [("fixed:2", 2), ("threshold:0.9", 7)])
-def test_a_policy_that_weighs_nothing_is_taken_at_its_word(verify: str, tokens: int) -> None:
-    assert set(asked(0.5, verify)[:-8]) == {tokens}
+def burn() -> None:
+    until = time.perf_counter() + 2e-3
+    while time.perf_counter() < until:
+        pass
+
+
+def test_a_step_costs_all_that_it_takes_but_drafting() -> None:
+    """This model takes next to no time: the rest of a step is what the engine does around it, of
+    which preparing the drafter's requests is a quarter."""
+    drafter = SlowDrafter(oracle(RULE), burn, gamma=3)
+    engine = watched(drafter, verify="fixed:3", clock=time.perf_counter)
+    Scene(engine).ask(*(request(str(i), (1, 2, i), greedy(60)) for i in range(8)))
+    figures = engine.figures
+    assert figures.draft_s > 10 * 2e-3
+    rest_s = figures.step_s - figures.draft_s
+    assert 0.5 * rest_s < sum(seconds for *_, seconds in engine.planner.cost.steps) <= rest_s
+
+
+def test_asking_a_drafter_here_costs_all_that_passes_meanwhile() -> None:
+    clock = HandClock()
+    drafter = slow(clock, 0.25, gamma=3)
+    engine = toy_engine(ToyBackend(RULE, V), drafter, verify="fixed:3", clock=clock)
+    Scene(engine).ask(request("a", (1, 2, 3), greedy(60)))
+    assert engine.drafters["scripted"].cost.seconds(1) == pytest.approx(0.25)
+    assert engine.desk.exposed_s["scripted"] == pytest.approx(0.25 * len(drafter.asked))

@@ -308,6 +308,29 @@ class StillCost(OnlineStepCost):
 FLAT = {1: 100.0, 1024: 100.0}
 
 
+class WatchedCost(StillCost):
+    """Remembers the steps that it is told of: P, R, B, seconds."""
+
+    def __init__(self, cost: StepCost) -> None:
+        super().__init__(cost)
+        self.steps: list[tuple[int, int, int, float]] = []
+
+    def observe(self, P: int, R: int, B: int, context: int, seconds: float) -> None:
+        self.steps.append((P, R, B, seconds))
+
+
+class SlowDrafter(ScriptedDrafter):
+    """passes: called first each time, to let some time pass."""
+
+    def __init__(self, script: Script, passes: Callable[[], object], **rest: Any) -> None:
+        super().__init__(script, **rest)
+        self._passes = passes
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | NeedContext]:
+        self._passes()
+        return super().propose(requests)
+
+
 def still_cost(table: dict[int, float] | None = None) -> StillCost:
     return StillCost(StepCost.from_table(FLAT if table is None else table))
 
