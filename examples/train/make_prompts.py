@@ -4,8 +4,9 @@
 
 Lines for `dspark data generate`. A drafter is as good as its prompts are like those it will serve,
 so the kinds differ in what the target's answers look like: competition mathematics in LaTeX, short
-functions, functions given as signature and docstring, programming contests. Nothing here comes from
-a benchmark.
+functions, functions given as signature and docstring, programming contests. No problem here is a
+benchmark's, but the instructions around them (`BOXED`, `_EXPERT`, "Write a solution to …") are word
+for word those of common benchmark prompts: figures on such prompts have seen their form.
 """
 
 from __future__ import annotations
