@@ -135,7 +135,8 @@ async def test_no_name_is_told_that_the_page_does_not_have(used: Traced) -> None
     assert told - known == set()
     # Told by a process as a whole, and only where there is a plan.
     elsewhere = {"dspark_spans_total", "dspark_build_info", "process_*"}
-    elsewhere |= {"dspark_event_loop_lag_seconds", "dspark_plan_age_seconds"}
+    elsewhere |= {"dspark_event_loop_lag_seconds", "dspark_event_loop_tasks"}
+    elsewhere.add("dspark_plan_age_seconds")
     assert known - told - elsewhere == set()
 
 
@@ -152,6 +153,7 @@ async def test_a_process_has_its_own_page() -> None:
             assert 'pool="drafter"' in page.text
             assert 'replica="d7"' in page.text
             assert "dspark_event_loop_lag_seconds" in page.text
+            assert re.search(r"^dspark_event_loop_tasks [1-9]", page.text, re.MULTILINE)
             assert "process_resident_memory_bytes" in page.text
             assert (await client.get("/healthz")).status_code == 200
             assert (await client.get("/else")).status_code == 404

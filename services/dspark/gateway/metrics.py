@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from dspark.gateway.answers import Answer
 from dspark.telemetry.calls import PROVIDER
 from dspark.telemetry.collectors import EngineCollector
-from dspark.telemetry.loop_lag import LoopLag
+from dspark.telemetry.event_loop import EventLoopMetrics
 from dspark.telemetry.readings import EngineReading
 
 # Seconds. A first token takes from a cached prompt's one step to minutes of queue.
@@ -95,7 +95,7 @@ class Metrics:
             buckets=USAGE_BUCKETS,
             registry=self.registry,
         )
-        self._lag = LoopLag(self.registry)
+        self._loop = EventLoopMetrics(self.registry)
         if read_engine is not None:
             self.registry.register(EngineCollector(read_engine))
 
@@ -140,7 +140,7 @@ class Metrics:
 
     async def watch_loop(self) -> None:
         """Measures until it is cancelled."""
-        await self._lag.watch()
+        await self._loop.watch()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -166,9 +166,9 @@ async def telemetry(
             told.metrics_address = await stack.enter_async_context(serving)
             log.info("metrics are at http://%s/metrics", told.metrics_address)
         if pool not in GATEWAYS:
-            from dspark.telemetry.loop_lag import LoopLag
+            from dspark.telemetry.event_loop import EventLoopMetrics
 
-            lag = asyncio.create_task(LoopLag(registry).watch())
+            lag = asyncio.create_task(EventLoopMetrics(registry).watch())
             stack.push_async_callback(_ended, lag)
         yield told
 
