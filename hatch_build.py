@@ -1,7 +1,7 @@
 """The package build compiles the native kernels where there is a C++ compiler.
 
 Without one, or with DSPARK_NATIVE_BUILD=0, the wheel is pure Python and the kernels are compiled on
-first use. An editable install always does that.
+first use. An editable install has the library beside the sources; one of other sources is not used.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ NATIVE = "dspark/models/targets/native"
 
 
 class NativeKernelsHook(BuildHookInterface[Any]):
-    """Adds the library to a wheel, which is then one for this platform."""
+    """Adds the library to a wheel, which is then one for this platform, or to the source tree."""
 
     _room: str | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if version == "editable" or os.environ.get("DSPARK_NATIVE_BUILD") == "0":
+        if os.environ.get("DSPARK_NATIVE_BUILD") == "0":
             return
         compiling = _module(Path(self.root) / "models" / NATIVE / "compiling.py")
         try:
             compiler = compiling.find_compiler()
             if compiler is None:
                 raise compiling.CannotCompile("there is no C++ compiler")
+            if version == "editable":
+                compiling.compile_library(compiling.SOURCE.parent / compiling.LIBRARY, compiler)
+                return
             self._room = tempfile.mkdtemp()
             library = Path(self._room) / compiling.LIBRARY
             compiling.compile_library(library, compiler)

@@ -280,7 +280,8 @@ def differing(streams: list[Stream], whole: list[Stream]) -> int:
 
 
 @asynccontextmanager
-async def scene(arguments: argparse.Namespace) -> AsyncIterator[Scene]:
+async def scene(arguments: argparse.Namespace, **more: Any) -> AsyncIterator[Scene]:
+    """more: sections of the cluster file."""
     valkey = OwnValkey()
     valkey.start()
     engine = {"kv_tokens": 16_384, "max_sequences": 16, "max_step_tokens": 256}
@@ -296,6 +297,7 @@ async def scene(arguments: argparse.Namespace) -> AsyncIterator[Scene]:
         "verifier": {"replicas": 2, "threads": 1, "engine": engine},
         "drafter": {"replicas": 2, "threads": 1, "checkpoint": arguments.drafter},
         "drain_s": 5.0,
+        **more,
     }
     with (
         tempfile.TemporaryDirectory(prefix="dspark-faults-") as folder,

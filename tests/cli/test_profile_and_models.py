@@ -27,12 +27,10 @@ def test_profile_measures_and_says_on_what(dspark: Run, checkpoint: Path) -> Non
     facts = dspark("profile", "--model", checkpoint, "--json").answer
     assert set(facts) == {
         *("model", "backend", "dtype", "device", "hardware", "threads", "measured_now"),
-        "step_cost",
+        *("step_cost", "native"),
     }
     assert facts["measured_now"] is True
-    assert (facts["backend"], facts["dtype"], facts["device"]) == (
-        *("transformers", "float32", "cpu"),
-    )
+    assert (facts["backend"], facts["dtype"], facts["device"]) == (*("native", "float32", "cpu"),)
     assert "cores" in facts["hardware"]
     assert facts["threads"] >= 1
     cost = StepCost.from_json(json.dumps(facts["step_cost"]))

@@ -314,10 +314,10 @@ def test_flag_environment_and_file_say_the_same(
     assert printed(capsys, "--config", file) == by_flag
     monkeypatch.setenv("DSPARK_" + path.upper().replace(".", "__"), str(value))
     assert printed(capsys) == by_flag
-    assert (by_flag == ServeConfig().to_yaml()) == (flag == "--backend"), "there is but one"
+    assert by_flag != ServeConfig().to_yaml()
 
 
 def test_a_backend_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--print-config", "--backend", "magic"]) == 2
     told = capsys.readouterr().err
-    assert told == "dspark: backend: 'magic' is not one of: transformers, native\n"
+    assert told == "dspark: backend: 'magic' is not one of: auto, native, transformers\n"

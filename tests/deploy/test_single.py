@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -131,14 +131,15 @@ def test_a_full_step_does_not_look_like_a_death(
     assert start().engine.config.heartbeat_s == told_s
 
 
-def test_a_cache_that_cannot_be_written_costs_a_line(start: Start, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_costs_a_line_each(start: Start, cache: Path) -> None:
     cache.write_text("no directory")
     loaded = start()
     assert loaded.profiled
-    first, second = start.lines
-    assert first.startswith("measuring what a step costs on this machine (again: ")
-    assert second.startswith("the step cost could not be kept (")
-    assert "the next start measures again" in second
+    weights, again, kept = start.lines
+    assert "the packed weights are not shared with other processes" in weights
+    assert again.startswith("measuring what a step costs on this machine (again: ")
+    assert kept.startswith("the step cost could not be kept (")
+    assert "the next start measures again" in kept
     assert len(answer(loaded)) == 5
 
 
@@ -243,22 +244,47 @@ def test_a_policy_that_is_none() -> None:
         TargetConfig(engine=EngineConfig(verify="sometimes"))
 
 
-def test_where_the_native_backend_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
-    """A command goes on with the other one and says what it runs; a replica does not, as the others
-    of its pool would go on with its answers in other arithmetic."""
-    other = tmp_path / "gelu"
+def that_does_not_fit(checkpoint: Path, room: Path) -> Path:
+    """A copy that only transformers serves."""
+    other = room / "gelu"
     shutil.copytree(checkpoint, other)
     facts = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**facts, "hidden_act": "gelu"}))
+    return other
+
+
+def test_where_the_native_backend_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
+    """A command goes on with the other one and says what it runs; a replica does not, as the others
+    of its pool would go on with its answers in other arithmetic."""
+    other = that_does_not_fit(checkpoint, tmp_path)
     engine = EngineConfig(max_step_tokens=64)
     config = TargetConfig(str(other), backend="native", dtype="int8", engine=engine)
     loaded = Start(config)()
     assert (loaded.config.backend, loaded.config.dtype) == ("transformers", "float32")
     assert loaded.backend.name == "transformers-float32-cpu"
-    with pytest.raises(
-        ModelError, match=r"^backend: the native one does not serve here: hidden_act"
-    ):
-        load(config, exact=True)
+    for named in (config, replace(config, backend="auto")):
+        with pytest.raises(ModelError, match=r"^backend: the native one does not .* hidden_act"):
+            load(named, exact=True)
+
+
+def test_auto_is_native_where_that_serves(checkpoint: Path, tmp_path: Path) -> None:
+    """Also in a pool, and a line says so where it is not."""
+    engine = EngineConfig(max_step_tokens=64)
+    assert TargetConfig().backend == "auto"
+    fits = Start(TargetConfig(str(checkpoint), engine=engine))
+    assert fits().config.backend == "native"
+    assert not [line for line in fits.lines if "does not serve here" in line]
+    other = that_does_not_fit(checkpoint, tmp_path)
+    for exact in (False, True):
+        lines: list[str] = []
+        loaded = load(
+            TargetConfig(str(other), engine=engine), Progress(line=lines.append), exact=exact
+        )
+        assert loaded.config.backend == "transformers"
+        [line] = [line for line in lines if "does not serve here" in line]
+        assert line.startswith("the native backend does not serve here, transformers does: hidden")
+    assert not TargetConfig(device="cuda").tries_native
+    assert not TargetConfig(dtype="bfloat16").tries_native
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

@@ -65,7 +65,7 @@ def calibrate(
         Path | None, typer.Option("--output", help="A file for the figures, as JSON.")
     ] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Beside the checkpoint.")] = True,
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,
@@ -172,7 +172,7 @@ def _again(ids: list[Ids], rounds: int) -> list[Ids]:
 
 def _tell(judged: dict[str, Any], rounds: int) -> None:
     table = Table(title=f"{judged['mode']}, {rounds} rounds, judged on half of them")
-    columns = ("position", "temperature", "offset", "stood", "ECE", "after", "perfect")
+    columns = ("k", "t", "offset", "stood", "ECE", "after", "perfect")
     for column in (*columns, "AUC", "Brier"):
         table.add_column(column, justify="right")
     rows = zip(judged["temperatures"], judged["offsets"], judged["positions"], strict=True)

@@ -32,7 +32,7 @@ Message = dict[str, str]
 def chat(
     model: options.Model = "smollm2-135m",
     system: options.System = None,
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",

@@ -93,7 +93,7 @@ def evaluate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON in place of a table.")
     ] = False,
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,
@@ -205,7 +205,7 @@ def trace(
     ],
     target: TargetName = "smollm2-135m",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of the answer.")] = 64,
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,

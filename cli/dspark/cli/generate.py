@@ -65,7 +65,7 @@ def generate(
         ),
     ] = False,
     model: options.Model = "smollm2-135m",
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",

@@ -22,7 +22,12 @@ Model = Annotated[
     ),
 ]
 Backend = Annotated[
-    str, typer.Option("--backend", help="transformers or native.", rich_help_panel=TARGET)
+    str,
+    typer.Option(
+        "--backend",
+        help="native (one C++ step on CPUs), transformers, or auto: native where it serves.",
+        rich_help_panel=TARGET,
+    ),
 ]
 DType = Annotated[
     str,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def profile(
     model: options.Model = "smollm2-135m",
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,

@@ -65,7 +65,7 @@ def serve(
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", help="transformers or native.", rich_help_panel=options.TARGET),
+        typer.Option("--backend", help="As for generate.", rich_help_panel=options.TARGET),
     ] = None,
     drafter: Annotated[
         str | None,

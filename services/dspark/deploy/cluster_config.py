@@ -86,7 +86,7 @@ class ClusterConfig(Strict):
     name: str = "default"
     model: str = "smollm2-135m"
     served_name: str | None = Field(default=None, min_length=1)
-    backend: str = "transformers"
+    backend: str = "auto"
     dtype: str = "float32"
     device: str = "cpu"
     store: StoreSection = StoreSection()

@@ -74,7 +74,7 @@ class ServeConfig(Strict):
 
     model: str = "smollm2-135m"
     name: str | None = None
-    backend: str = "transformers"
+    backend: str = "auto"
     dtype: str = "float32"
     device: str = "cpu"
     drafter: str = AUTO

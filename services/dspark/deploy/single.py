@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from dspark.verifier.engine import Engine
 
 # Backend -> what it computes in.
-PRECISIONS = {"transformers": ("float32", "bfloat16"), "native": ("float32", "int8")}
+# What each backend can be had in. auto: native where it serves, else transformers.
+PRECISIONS = {
+    "auto": ("float32", "bfloat16", "int8"),
+    "native": ("float32", "int8"),
+    "transformers": ("float32", "bfloat16"),
+}
 BACKENDS = tuple(PRECISIONS)
 DTYPES = ("float32", "bfloat16", "int8")
 DRAFTERS = (AUTO, "ngram", "none")
@@ -44,7 +49,7 @@ class TargetConfig:
     Raises ConfigError, or InvalidRequest for the verify policy."""
 
     model: str = "smollm2-135m"
-    backend: str = "transformers"
+    backend: str = "auto"
     dtype: str = "float32"
     device: str = "cpu"
     drafter: str = AUTO
@@ -74,11 +79,18 @@ class TargetConfig:
             )
         if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError(f"device: {self.device!r} is not one of: cpu, cuda, cuda:N")
-        if self.backend == "native" and self.device != "cpu":
-            raise ConfigError(f"device: the native backend runs on cpu, not on {self.device!r}")
+        if self.device != "cpu" and (self.backend == "native" or self.dtype == "int8"):
+            what = "native backend" if self.backend == "native" else "int8 precision"
+            raise ConfigError(f"device: the {what} runs on cpu, not on {self.device!r}")
         if not 0 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"threads: {self.threads} must be in [0, {MAX_THREADS}]")
         Policy.parse(self.engine.verify)
+
+    @property
+    def tries_native(self) -> bool:
+        """Whether the native backend is to serve if it can."""
+        auto = self.backend == "auto" and self.device == "cpu" and self.dtype != "bfloat16"
+        return auto or self.backend == "native"
 
     @property
     def weights_dtype(self) -> str:
@@ -205,14 +217,15 @@ def open_backend(
     config: TargetConfig, model: PreTrainedModel, progress: Progress, *, exact: bool = False
 ) -> tuple[TargetConfig, Backend]:
     """The backend a configuration names, or transformers in float32 where the native one does not
-    fit the model or the machine: one line says why, and the configuration that comes back names it.
+    fit the model or the machine: one line says why, and the configuration that comes back names
+    what serves.
 
-    exact: nothing may serve in its place. Replicas of a pool go on with each other's answers, which
-    needs the same arithmetic. Raises ModelError.
+    exact: nothing may serve in place of what is named. Replicas of a pool go on with each
+    other's answers, which needs the same arithmetic. Raises ModelError.
     """
     from dspark.models.targets.transformers import TransformersBackend
 
-    if config.backend == "native":
+    if config.tries_native:
         from dspark.models.targets.native import (
             NativeOptions,
             NativeUnavailable,
@@ -225,12 +238,12 @@ def open_backend(
         options = NativeOptions(precision=config.dtype, threads=config.threads, shelf=shelf)
         try:
             native = open_native(model, config.engine.block_size, options, progress.line)
-            return config, native
+            return replace(config, backend="native"), native
         except NativeUnavailable as why:
-            if exact:
+            if exact and (config.backend == "native" or config.dtype == "int8"):
                 raise ModelError(f"backend: the native one does not serve here: {why}") from why
             progress.line(f"the native backend does not serve here, transformers does: {why}")
-        config = replace(config, backend="transformers", dtype=config.weights_dtype)
+    config = replace(config, backend="transformers", dtype=config.weights_dtype)
     return config, TransformersBackend(model, config.engine.block_size)
 
 

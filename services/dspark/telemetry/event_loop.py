@@ -24,9 +24,7 @@ class EventLoopMetrics:
             buckets=LAG_BUCKETS,
             registry=registry,
         )
-        self._tasks = Gauge(
-            "dspark_event_loop_tasks", "Tasks of the event loop", registry=registry
-        )
+        self._tasks = Gauge("dspark_event_loop_tasks", "Tasks of the event loop", registry=registry)
 
     async def watch(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Measures until it is cancelled."""

@@ -20,7 +20,7 @@ from dspark.models.targets.native import (
     open_native,
 )
 from dspark.models.targets.native.compiling import LIBRARY
-from dspark.models.targets.native.library import best_set, cached_library
+from dspark.models.targets.native.library import best_set, cached_library, open_library
 from dspark.models.targets.native.opening import self_check
 
 from ..tiny import tiny_model
@@ -143,7 +143,7 @@ def test_a_compiler_that_fails(
 ) -> None:
     monkeypatch.setenv("CXX", script(tmp_path / "cxx", body))
     with pytest.raises(NativeUnavailable, match=told) as raised:
-        NativeBackend(tiny_model("llama"), options=NativeOptions(cache=tmp_path / "cache"))
+        cached_library(print, tmp_path / "cache")
     assert "\n" not in str(raised.value)
     assert not list((tmp_path / "cache").rglob("*.so"))
 
@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", script(tmp_path / "cxx", TOY))
     with pytest.raises(NativeUnavailable, match="is no library of ours"):
-        NativeBackend(tiny_model("llama"), options=NativeOptions(cache=tmp_path / "cache"))
+        open_library(cached_library(print, tmp_path / "cache"))
 
 
 def test_a_wheel_is_built_with_the_library_or_without(

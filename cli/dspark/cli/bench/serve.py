@@ -108,7 +108,7 @@ def serve(
     drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
     verify: options.Verify = "early-stop",
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     dtype: options.DType = "float32",
     threads: options.Threads = 0,
     kv_tokens: options.KVTokens = 65_536,

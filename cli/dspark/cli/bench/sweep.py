@@ -90,7 +90,7 @@ def sweep(
     model: options.Model = "smollm2-135m",
     drafter: options.DrafterName = "auto",
     gamma: options.Gamma = 7,
-    backend: options.Backend = "transformers",
+    backend: options.Backend = "auto",
     dtype: options.DType = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = 0,

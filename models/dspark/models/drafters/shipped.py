@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 AUTO = "auto"
-_PLACE = Path(__file__).parent / "shipped"
+_PLACE = Path(__file__).parent / "weights"
 
 
 def shipped() -> dict[str, Path]:

@@ -102,7 +102,7 @@ def _load(place: Place) -> Drafter:
         torch.set_num_threads(pool.threads)
     settings = config.target()
     native = None
-    if settings.backend == "native":  # in the precision that its targets have
+    if settings.tries_native:  # in the precision that its targets have
         native = NativeDraftOptions(settings.dtype, threads=pool.threads)
     target = resolve(config.model, progress=place.progress.line)
     return load_drafter(
