@@ -99,7 +99,7 @@ async def hang_up(gateways: list[str], pages: Pages, count: int) -> dict[str, An
 
     async def begin(client: AsyncClient, number: int) -> None:
         asked = [{"role": "user", "content": f"{number}: {PROMPTS[number % len(PROMPTS)]}"}]
-        async with client.stream(asked, max_tokens=2000, ignore_eos=True) as chunks:
+        async with client.stream(asked, max_tokens=400, ignore_eos=True) as chunks:
             async for _ in chunks:
                 pass
 
