@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.scheduler import DraftCost, afforded, askers, probe_rounds, supposed
+from dspark.scheduler import DraftCost, UsualSavings, afforded, askers, probe_rounds, supposed
 from dspark.scheduler.asking import PROBE_SHARE, WARM
 
 UNKNOWN = math.nan
@@ -125,6 +125,30 @@ def test_a_newcomer_is_taken_to_be_like_the_others() -> None:
 def test_where_most_are_new_they_are_asked() -> None:
     for savings in ([UNKNOWN], [UNKNOWN, UNKNOWN, 0.002], []):
         assert np.array_equal(supposed(savings), savings, equal_nan=True)
+
+
+def test_where_most_are_new_they_are_as_is_usual_among_so_many() -> None:
+    usual = UsualSavings()
+    assert np.isnan(usual.of(16)), "nobody knows"
+    usual.learn(16, [0.0001] * 16)
+    usual.learn(1, [0.004])
+    cost = learnt(0.003, 0.0002)
+    assert ask(supposed([UNKNOWN] * 16, usual.of(16)), cost) == [], "a burst of newcomers"
+    assert ask(supposed([UNKNOWN], usual.of(1)), cost) == [0]
+    assert usual.of(31) == usual.of(16), "about as many"
+    assert np.isnan(usual.of(32))
+
+
+def test_a_newcomer_may_be_better_than_usual_where_requests_differ() -> None:
+    alike, mixed = UsualSavings(), UsualSavings()
+    for _ in range(50):
+        alike.learn(4, [0.001] * 4)
+        mixed.learn(4, [0.0, 0.002, 0.0, 0.002])
+    assert alike.of(4) == pytest.approx(0.001)
+    assert mixed.of(4) == pytest.approx(0.002)
+    for _ in range(50):
+        mixed.learn(4, [-0.001] * 4)
+    assert mixed.of(4) < 0, "what was usual is forgotten"
 
 
 def test_nobody_is_fine() -> None:

@@ -75,7 +75,7 @@ def test_k_is_what_the_planners_own_full_search_finds(
     ranked = np.sort(np.concatenate(survivals))[::-1]
 
     def theta(K: int) -> float:
-        return (R + float(ranked[:K].sum())) / cost.seconds(P, R, P + R + K, 0)
+        return (R + float(ranked[:K].sum())) / cost.decode_seconds(P, R, P + R + K, 0)
 
     assert mine.throughput == pytest.approx(theta(best), rel=1e-9)
     assert mine.directions.capacity is not None

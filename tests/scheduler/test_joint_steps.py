@@ -49,7 +49,7 @@ class Step:
         return tau
 
     def theta(self, K: int) -> float:
-        seconds = self.cost.seconds(self.P, self.R, self.P + self.R + K, self.context)
+        seconds = self.cost.decode_seconds(self.P, self.R, self.P + self.R + K, self.context)
         return self.tau(K) / (seconds + self.overhead)
 
 
@@ -153,7 +153,7 @@ def test_a_level_is_what_so_many_drafts_are_worth(steps: list[Step], f: float) -
     whole = best_capacity(built, count * f, gain, tau0, overhead * f)
     for v, step in enumerate(steps):
         assert theta[v, 0] >= whole.theta[v] * (1 - 1e-9)
-        plain = step.cost.seconds(step.P, step.R, step.P + step.R, step.context)
+        plain = step.cost.seconds(0, step.R, step.R, step.context)
         assert theta[v, 0] <= whole.theta[v] + 1.0 / plain + 1e-9
 
 

@@ -68,7 +68,7 @@ def theta(
     tau = sum(
         w * (1 + float(a[:n].sum())) for w, a, n in zip(weights, survival, lengths, strict=True)
     )
-    return tau / (cost.seconds(P, R, P + R + sum(lengths), 0) + overhead)
+    return tau / (cost.decode_seconds(P, R, P + R + sum(lengths), 0) + overhead)
 
 
 def brute_force(
@@ -157,12 +157,32 @@ def test_an_equal_theta_is_no_improvement() -> None:
         assert lengths.tolist() == [0]
 
 
-def test_overhead_and_prefill_make_a_longer_step_worth_it() -> None:
+def test_overhead_makes_a_longer_step_worth_it() -> None:
     cost = StepCost.from_table({1: 1.0, 2: 2.0, 101: 101.0})
     survival = [np.array([0.9])]
     assert plan(survival, cost, 0, 1, 0, EARLY_STOP).tolist() == [0]
     assert plan(survival, cost, 0, 1, 0, EARLY_STOP, overhead=0.2).tolist() == [1]
-    assert plan(survival, cost, 90, 1, 0, EARLY_STOP).tolist() == [1]
+
+
+def test_prefill_makes_no_draft_worth_verifying() -> None:
+    """A prompt is computed once, however many tokens are drafted beside it."""
+    cost = StepCost.from_table({1: 1.0, 2: 2.0, 101: 101.0})
+    assert plan([np.array([0.9])], cost, 90, 1, 0, EARLY_STOP).tolist() == [0]
+    level = StepCost.from_table({1: 1.0, 2: 2.0, 90: 90.0, 512: 90.0})
+    assert plan([np.array([0.9])], level, 100, 1, 0, EARLY_STOP).tolist() == [1], "it rides along"
+
+
+@given(
+    survivals(), st.integers(1, 400), st.floats(0.01, 1.0), st.sampled_from(["early-stop", "top-k"])
+)
+def test_where_all_tokens_cost_the_same_a_prompt_beside_them_changes_nothing(
+    survival: Survival, P: int, slope: float, policy: str
+) -> None:
+    cost = StepCost.from_table({1: 4.0, 1001: 4.0 + 1000 * slope})
+    R, chosen = len(survival), Policy.parse(policy)
+    beside = plan(survival, cost, P, R, 0, chosen)
+    near = [plan(survival, cost, 0, R, 0, chosen, overhead=e).tolist() for e in (-1e-9, 0.0, 1e-9)]
+    assert beside.tolist() in near, "but for rounding"
 
 
 def test_the_cost_of_requests_and_context_counts() -> None:

@@ -2,6 +2,7 @@
 
 from dspark.scheduler.asking import (
     DraftCost,
+    UsualSavings,
     afforded,
     askers,
     block,
@@ -25,6 +26,7 @@ __all__ = [
     "Policy",
     "PolicyKind",
     "StepCost",
+    "UsualSavings",
     "afforded",
     "askers",
     "block",

@@ -140,8 +140,11 @@ def askers(
     whose = [0] * R if drafter is None else drafter
     free = range(R) if bypassed is None else [i for i in range(R) if not bypassed[i]]
     chosen = [i for i in free if math.isnan(savings[i])]
+    paying = [i for i in free if savings[i] > 0]
+    if not chosen and sum(savings[i] for i in paying) <= _least(costs, hidden_s):
+        paying = []  # not even all of them are worth one draft's time
     ranks: list[list[int]] = [[] for _ in costs]
-    for i in sorted((i for i in free if savings[i] > 0), key=lambda i: -savings[i]):
+    for i in sorted(paying, key=lambda i: -savings[i]):
         ranks[whose[i]].append(i)
     waits = [
         _exposed(one, sum(whose[i] == d for i in chosen), len(rank), hidden_s)
@@ -189,15 +192,41 @@ def afforded(blocks: ArrayLike, savings: ArrayLike, tokens: int) -> IntArray:
     return np.sort(order[np.cumsum(blocks[order]) <= tokens])
 
 
-def supposed(savings: Sequence[float]) -> list[float]:
+class UsualSavings:
+    """What a request's draft saved lately where about as many decoded, seconds a round: by powers
+    of two of R, as drafts that pay alone do not among many. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}  # mean, mean distance from it
+
+    def learn(self, R: int, savings: Sequence[float]) -> None:
+        """savings: running means of those of R requests whose drafts a step had, at least 1."""
+        mean = sum(savings) / len(savings)
+        spread = sum(abs(saving - mean) for saving in savings) / len(savings)
+        known = self._seen.get(R.bit_length())
+        if known is not None:
+            old, apart = known
+            spread = apart + LEVEL_RATE * (max(spread, abs(mean - old)) - apart)
+            mean = old + LEVEL_RATE * (mean - old)
+        self._seen[R.bit_length()] = mean, spread
+
+    def of(self, R: int) -> float:
+        """What a newcomer among R may well save: a little more than is usual, by as much as
+        requests differ. NaN where nobody knows."""
+        mean, spread = self._seen.get(R.bit_length(), (math.nan, 0.0))
+        return mean + spread
+
+
+def supposed(savings: Sequence[float], usual: float = math.nan) -> list[float]:
     """Savings [R] with newcomers, NaN, taken to be like the mean of those that are known, where
-    these are as many at least. Short answers under a load at which drafts do not pay would else be
-    drafted for at each beginning; what a newcomer is worth shows when it is asked or probed."""
+    these are as many at least, else as is `usual`. Short answers under a load at which drafts do
+    not pay would else be drafted for at each beginning; what a newcomer is worth shows when it is
+    asked or probed."""
     known = [saving for saving in savings if not math.isnan(saving)]
-    if not known or 2 * len(known) < len(savings):
-        return list(savings)
-    mean = sum(known) / len(known)
-    return [mean if math.isnan(saving) else saving for saving in savings]
+    new = usual
+    if known and 2 * len(known) >= len(savings):
+        new = sum(known) / len(known)
+    return [new if math.isnan(saving) else saving for saving in savings]
 
 
 def reach(now: float, verified: int) -> float:
@@ -223,6 +252,11 @@ def probe_rounds(probe_s: float, step_s: float) -> int:
     """Rounds from one probe of probe_s seconds to the next that keep probing within PROBE_SHARE of
     the steps' time. What a probe's tokens cost in the step is the planner's to refuse."""
     return max(1, math.ceil(probe_s / (PROBE_SHARE * step_s)))
+
+
+def _least(costs: Sequence[DraftCost], hidden_s: float) -> float:
+    """Seconds that nothing hides of one draft, of the drafter that is quickest with it."""
+    return min(_exposed(cost, 0, 1, hidden_s)[1] for cost in costs)
 
 
 def _exposed(cost: DraftCost, first: int, more: int, hidden_s: float) -> list[float]:

@@ -127,7 +127,7 @@ def plan(
     if searched:
         search = full_search if lookahead else early_stop
         tau0 = float(R) if weight is None else float(weight.sum())
-        cost = step_cost.curve(P, R, context, len(order)) + overhead
+        cost = step_cost.decode_curve(P, R, context, len(order)) + overhead
         admitted = search(gain[order], tau0, cost)
     return fill(request[order], admitted, R)
 
@@ -149,8 +149,8 @@ def flatten(
 def throughput(gain: FloatArray, tau0: float, cost: FloatArray) -> FloatArray:
     """Θ [N + 1] with the first 0..N ranked tokens: (τ₀ + Σ gain) / T, tokens a second.
 
-    gain: [N] ranked. cost: [N + 1] seconds. Sums run in rank order, so an entry never depends on a
-    later one, not even by rounding.
+    gain: [N] ranked. cost: [N + 1] seconds of decoding (`StepCost.decode_curve`). Sums run in rank
+    order, so an entry never depends on a later one, not even by rounding.
     """
     tau = np.cumsum(np.concatenate(([tau0], gain)))
     return tau / cost
@@ -213,7 +213,7 @@ def saving(
     """Seconds [R] each request's draft is expected to save in this step, draft time not counted.
 
     expected [R]: tokens of it that should stand, Σ_{j≤ℓ} a_j; lengths [R]: ℓ. theta0: tokens a
-    second of the step without drafts, R / T(P, R, P + R, context). extra_s: what the drafts add,
+    second of decoding without drafts, R / T(0, R, R, context). extra_s: what the drafts add,
     T(B) − T(P + R). A draft's tokens would else take their number over theta0; it pays the share of
     extra_s that it has of Σℓ. The sum over requests is positive iff Θ rose, so a request that saves
     nothing is one without which Θ would be as good.

@@ -18,6 +18,7 @@ from dspark.scheduler import (
     OnlineStepCost,
     Policy,
     PolicyKind,
+    UsualSavings,
     askers,
     block,
     capacity,
@@ -95,6 +96,7 @@ class StepPlanner:
         self._default = policy
         self._max_tokens = max_tokens
         self._past: PastDrafts | None = None
+        self._usual = UsualSavings()
         self._since_plain = 0  # steps in which drafts were verified, since the last without any
 
     def plan(self, items: list[Item]) -> StepPlan:
@@ -108,7 +110,8 @@ class StepPlanner:
         self.guided_plans += directions is not None
         lengths: dict[int, int] = {}
         by_policy: dict[Policy, list[Item]] = {}
-        for item in decoding:
+        drafted = any(item.sequence.draft is not None for item in decoding)
+        for item in decoding if drafted else ():  # else there is nothing to choose
             by_policy.setdefault(self._policy(item.sequence), []).append(item)
         for policy in sorted(by_policy, key=_is_joint):
             group = by_policy[policy]
@@ -146,7 +149,7 @@ class StepPlanner:
         """What share of Θ the planned drafts promise on top of none."""
         R, drafts = len(survivals), int(lengths.sum())
         expected = sum(float(a[:n].sum()) for a, n in zip(survivals, lengths, strict=True))
-        cost = self.cost.current.curve(others, R, context, drafts)
+        cost = self.cost.current.decode_curve(others, R, context, drafts)
         return (1 + expected / R) * float(cost[0] / cost[-1]) - 1
 
     def _policy(self, sequence: Sequence) -> Policy:
@@ -191,8 +194,8 @@ class StepPlanner:
         length_of = dict(zip(map(id, items), step.lengths, strict=True))
         lengths = [length_of[id(item)] for item in drafted]
         expected = [sum(a[:n].tolist()) for a, n in zip(survivals, lengths, strict=True)]
-        plain_s = self.cost.current.seconds(step.P, step.R, step.P + step.R, step.context)
-        saved = saving(expected, lengths, step.R / plain_s, step.seconds - plain_s)
+        plain_s = self.cost.current.seconds(0, step.R, step.R, step.context)
+        saved = saving(expected, lengths, step.R / plain_s, self._decode_s(step) - plain_s)
         for item, length, tokens, seconds in zip(drafted, lengths, expected, saved, strict=True):
             sequence = item.sequence
             before = sequence.gamma if sequence.reach is None else sequence.reach
@@ -200,6 +203,11 @@ class StepPlanner:
             sequence.saving_s = running_mean(sequence.saving_s, seconds)
             sequence.verifies = running_mean(sequence.verifies, float(length))
             sequence.gains = running_mean(sequence.gains, tokens)
+        self._usual.learn(step.R, [item.sequence.saving_s or 0.0 for item in drafted])
+
+    def _decode_s(self, step: StepPlan) -> float:
+        """What of a step's time is decoding."""
+        return self.cost.current.decode_seconds(step.P, step.R, step.B, step.context)
 
     def _remember(
         self, drafted: list[Item], survivals: list[NDArray[np.float64]], step: StepPlan
@@ -232,23 +240,23 @@ class StepPlanner:
         tenants = [s.state.request.tenant for s in among]
         bypasses = {tenant: self._guidance.bypasses(tenant) for tenant in set(tenants)}
         chosen = askers(
-            supposed([s.expected_saving_s for s in among]),
+            supposed([s.expected_saving_s for s in among], self._usual.of(len(among))),
             costs,
             hidden_s,
             unasked=[s.rounds_unasked + 1 for s in among],
-            step_s=step.seconds,
+            step_s=self._decode_s(step),
             bypassed=[bypasses[tenant] for tenant in tenants] if any(bypasses.values()) else None,
             drafter=[whose[i] for i in joint] if len(costs) > 1 else None,
         )
         asked = [joint[i] for i in chosen]
         if not asked:
             return wanted
-        n = Counter(whose[i] for i in asked)
+        n, step_s = Counter(whose[i] for i in asked), self._decode_s(step)
         drafting_s = [cost.seconds(n[at]) for at, cost in enumerate(costs)]
         for i in asked:
             s = sequences[i]
             reached = math.nan if s.reach is None else s.reach
-            wanted[i] = block(s.gamma, reached, drafting_s[whose[i]], step.seconds, probed=s.probed)
+            wanted[i] = block(s.gamma, reached, drafting_s[whose[i]], step_s, probed=s.probed)
         return wanted
 
     def taken_at_its_word(self, sequence: Sequence) -> bool:

@@ -76,7 +76,8 @@ def score(
         tokens += sum(1 + min(length, known.accepted) for known, length in rounds)
         active = len(step.rounds)
         size = step.prefill + active + sum(play.lengths)
-        seconds += cost.seconds(step.prefill, active, size, step.context) + draft_s * play.asked
+        seconds += cost.decode_seconds(step.prefill, active, size, step.context)
+        seconds += draft_s * play.asked
     return Score(tokens, seconds)
 
 
@@ -108,7 +109,7 @@ def _choices(step: KnownStep, cost: StepCost, draft_s: float) -> tuple[FloatArra
     active, most = len(step.rounds), int(runs[-1])
     drafts = np.searchsorted(runs, np.arange(most + 1))  # whole runs before the one that n ends in
     drafts[1:] += 1
-    seconds = cost.curve(step.prefill, active, step.context, most) + draft_s * drafts
+    seconds = cost.decode_curve(step.prefill, active, step.context, most) + draft_s * drafts
     return active + np.arange(most + 1, dtype=np.float64), seconds
 
 

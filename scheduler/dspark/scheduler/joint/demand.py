@@ -145,7 +145,7 @@ class Demand:
     @property
     def plain(self) -> FloatArray:
         """[V] Θ of plain decoding, tokens a second."""
-        return self.R / self.steps.plain_s
+        return self.R / self.steps.plain_decode_s
 
     def count(self, mix: FloatArray) -> FloatArray:
         """[V, 64] draft tokens of a step by SURVIVAL if all requests to be asked for are drafted

@@ -121,10 +121,11 @@ def _weighted(demand: Demand, floor: FloatArray, f: FloatArray, weights: FloatAr
     of_cell_share = share.reshape(V, width, _BINS)[demand.of, place]
     tokens = whole * np.einsum("cb,cb->c", worth, of_cell_share)
     round_s = best.seconds + overhead
+    decode_s = round_s - demand.steps.prefill_s
     return Floored(
         weights=weights,
         K=best.K,
-        theta=demand.R * (1.0 + demand.each(demand.mix * tokens)) / round_s,
+        theta=demand.R * (1.0 + demand.each(demand.mix * tokens)) / decode_s,
         round_s=round_s,
         reached=reached(demand, floor, tokens, round_s),
         gain=tokens,

@@ -197,7 +197,7 @@ def _probes(demand: Demand) -> FloatArray:
     rounds = [
         max(1 / PROBE_SHARE, probe_rounds(exposed_s, step_s))
         for exposed_s, step_s in zip(
-            demand.exposed_s.tolist(), demand.steps.plain_s.tolist(), strict=True
+            demand.exposed_s.tolist(), demand.steps.plain_decode_s.tolist(), strict=True
         )
     ]
     probes: FloatArray = demand.gamma * demand.R / demand.steps.plain_s / np.array(rounds)

@@ -76,11 +76,13 @@ class Tables:
 @dataclass(frozen=True, slots=True, eq=False)
 class Steps:
     """T of a mean step by its draft tokens K in [0, most]. knots, knot_s: [V, G] K where the table
-    bends, from 0 to most, and seconds there. verifying_s: [V] more as soon as K > 0."""
+    bends, from 0 to most, and seconds there. verifying_s: [V] more as soon as K > 0. prefill_s: [V]
+    what of it is prefill, which is no price of a token (`StepCost.decode_seconds`)."""
 
     knots: FloatArray
     knot_s: FloatArray
     verifying_s: FloatArray
+    prefill_s: FloatArray
 
     @property
     def plain_s(self) -> FloatArray:
@@ -88,12 +90,17 @@ class Steps:
         plain: FloatArray = self.knot_s[:, 0]
         return plain
 
+    @property
+    def plain_decode_s(self) -> FloatArray:
+        """[V] T(0, R, R, context)."""
+        return self.plain_s - self.prefill_s
+
     def seconds(self, K: FloatArray) -> FloatArray:
         """T of K [V, Q]."""
         return along_rows(self.knots, self.knot_s, K) + self.verifying_s[:, None] * (K > 0)
 
     def rows(self, at: IntArray) -> Steps:
-        return Steps(self.knots[at], self.knot_s[at], self.verifying_s[at])
+        return Steps(self.knots[at], self.knot_s[at], self.verifying_s[at], self.prefill_s[at])
 
 
 def mean_steps(
@@ -108,12 +115,13 @@ def mean_steps(
     knot_s = np.where(inner <= 0, low, np.where(inner >= most[:, None], high, tables.seconds))
     knots = np.concatenate((np.zeros((len(R), 1)), np.clip(inner, 0.0, most[:, None])), axis=1)
     knot_s = np.concatenate((low, knot_s), axis=1) + beside[:, None]
-    return Steps(knots, knot_s, verified * np.maximum(R - 1, 0.0))
+    prefill_s = low[:, 0] - tables.at(R)
+    return Steps(knots, knot_s, verified * np.maximum(R - 1, 0.0), prefill_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Best:
-    """[V] each: the capacity K (whole), τ/T there in tokens a second, and T."""
+    """[V] each: the capacity K (whole), Θ there in tokens a second of decoding, and T."""
 
     K: FloatArray
     theta: FloatArray
@@ -123,8 +131,8 @@ class Best:
 def best_capacity(
     steps: Steps, count: FloatArray, gain: FloatArray, tau0: FloatArray, overhead: FloatArray
 ) -> Best:
-    """argmax over whole K in [0, ⌈Σ count⌉] of (τ₀ + Σ of the K highest gains) / (T(K) + overhead),
-    the fewest tokens of equals.
+    """argmax over whole K in [0, ⌈Σ count⌉] of (τ₀ + Σ of the K highest gains) / (T(K) + overhead)
+    with T less its prefill, the fewest tokens of equals.
 
     tau0, overhead: [V] tokens that come without drafts, seconds that a round takes beside its step.
     """
@@ -135,8 +143,7 @@ def best_capacity(
     K = np.concatenate((np.minimum(1.0, whole), np.floor(beside), np.ceil(beside)), axis=1)
     K = np.minimum(K, np.minimum(whole, steps.knots[:, -1:]))
     tau = tau0[:, None] + along_rows(x, y, np.minimum(K, total))
-    seconds = steps.seconds(K) + overhead[:, None]
-    theta = tau / seconds
+    theta = tau / (steps.seconds(K) - steps.prefill_s[:, None] + overhead[:, None])
     best = theta.max(axis=1)
     K_best = np.where(theta == best[:, None], K, np.inf).min(axis=1)
     return Best(K_best, best, steps.seconds(K_best[:, None])[:, 0])
@@ -170,7 +177,8 @@ def level_curves(
     T_knots = np.broadcast_to((steps.knot_s + verifying)[:, None, :], K_knots.shape)
     tau = np.concatenate((tau_bins, np.where(inside, tau_knots, 0.0)), axis=2)
     T = np.concatenate((T_bins, T_knots), axis=2)
-    theta = tau / (T + exposed[:, None, None] * f)
+    decode = T - steps.prefill_s[:, None, None]
+    theta = tau / (decode + exposed[:, None, None] * f)
     best = theta.argmax(axis=2)[:, :, None]
     return (
         np.take_along_axis(theta, best, axis=2)[:, :, 0],

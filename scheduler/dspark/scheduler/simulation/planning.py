@@ -14,7 +14,7 @@ import numpy as np
 from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions, Plan
 from dspark.core.sampling import SamplingMode
-from dspark.scheduler.asking import DraftCost, askers, block, reach, supposed
+from dspark.scheduler.asking import DraftCost, UsualSavings, askers, block, reach, supposed
 from dspark.scheduler.joint import SMALLEST_GAIN
 from dspark.scheduler.planner import (
     Policy,
@@ -55,8 +55,8 @@ MakeGuide = Callable[[Callable[[], float]], Guide]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """at: slots that decode. lengths: draft tokens of each to verify. seconds: what it should take;
-    plain_s: without drafts."""
+    """at: slots that decode. lengths: draft tokens of each to verify. seconds: what it should take.
+    decode_s, plain_s: what decoding takes of that, and would take without drafts."""
 
     at: IntArray
     lengths: IntArray
@@ -65,6 +65,7 @@ class Step:
     B: int
     context: int
     seconds: float
+    decode_s: float
     plain_s: float
 
 
@@ -101,6 +102,7 @@ class StepPlanner:
         self._tenants = tenants
         self._max_tokens = max_tokens
         self._sampled = sampled
+        self._usual = UsualSavings()
         self._guide = guide
         self._past: deque[_Past] = deque(maxlen=old_steps)
 
@@ -114,7 +116,8 @@ class StepPlanner:
         return Step(
             at, lengths, P, R, B, context,
             seconds=self._cost.seconds(P, R, B, context),
-            plain_s=self._cost.seconds(P, R, P + R, context),
+            decode_s=self._cost.decode_seconds(P, R, B, context),
+            plain_s=self._cost.seconds(0, R, R, context),
         )  # fmt: skip
 
     def _lengths(self, rows: Rows, at: IntArray, P: int, context: int) -> IntArray:
@@ -139,7 +142,7 @@ class StepPlanner:
         )  # fmt: skip
         if self._joint and not self._sampled:
             tokens = R + sum(float(a[:n].sum()) for a, n in zip(survivals, planned, strict=True))
-            cost = self._cost.curve(P, R, context, int(planned.sum()))
+            cost = self._cost.decode_curve(P, R, context, int(planned.sum()))
             if tokens / R * float(cost[0] / cost[-1]) - 1 < SMALLEST_GAIN:
                 return np.zeros_like(planned)
         return planned
@@ -176,10 +179,11 @@ class StepPlanner:
         stands = np.arange(rows.survival.shape[1]) < lengths[:, None]
         expected = (rows.survival[at] * stands).sum(axis=1).tolist()
         theta0 = step.R / step.plain_s
-        extra_s = step.seconds - step.plain_s
+        extra_s = step.decode_s - step.plain_s
         saved = np.array(saving(expected, lengths.tolist(), theta0, extra_s))
         before = np.where(np.isnan(rows.saving[at]), saved, rows.saving[at])
         rows.saving[at] = (1 - SAVING_RATE) * before + SAVING_RATE * saved
+        self._usual.learn(step.R, rows.saving[at].tolist())
         known = np.where(np.isnan(rows.reach[at]), rows.survival.shape[1], rows.reach[at])
         rows.reach[at] = list(map(reach, known.tolist(), lengths.tolist()))
 
@@ -195,8 +199,8 @@ class StepPlanner:
             bypasses = [self._guide.bypasses(name) for name in self._tenants]
             bypassed = [bypasses[tenant] for tenant in rows.tenant[at].tolist()]
         chosen = askers(
-            supposed(rows.saving[at].tolist()), costs, hidden_s,
-            unasked=(rows.unasked[at] + 1).tolist(), step_s=step.seconds, bypassed=bypassed,
+            supposed(rows.saving[at].tolist(), self._usual.of(len(at))), costs, hidden_s,
+            unasked=(rows.unasked[at] + 1).tolist(), step_s=step.decode_s, bypassed=bypassed,
             drafter=rows.drafter[at].tolist() if len(costs) > 1 else None,
         )  # fmt: skip
         rows.unasked[at] += 1
@@ -215,7 +219,7 @@ class StepPlanner:
         facts = (longest, rows.reach[at], seconds[whose], probed)
         return np.array(
             [
-                block(most, reached, drafting_s, step.seconds, probed=probes)
+                block(most, reached, drafting_s, step.decode_s, probed=probes)
                 for most, reached, drafting_s, probes in zip(
                     *(x.tolist() for x in facts), strict=True
                 )
