@@ -110,3 +110,39 @@ def test_asking_a_drafter_here_costs_all_that_passes_meanwhile() -> None:
     Scene(engine).ask(request("a", (1, 2, 3), greedy(60)))
     assert engine.drafters["scripted"].cost.seconds(1) == pytest.approx(0.25)
     assert engine.desk.exposed_s["scripted"] == pytest.approx(0.25 * len(drafter.asked))
+
+
+# --- short answers -------------------------------------------------------------------------------
+
+
+def test_short_answers_are_drafted_for_only_while_that_pays() -> None:
+    """Waves of newcomers, of whom nobody stays long enough to be probed by its own count."""
+    clock, logit = HandClock(), -4.0
+
+    def script(history: tuple[int, ...], request: Any) -> Any:
+        return oracle(RULE, logit=logit)(history, request)
+
+    drafter = SlowDrafter(script, lambda: setattr(clock, "now", clock.now + 8.0), gamma=3)
+    table = {1: 10.0, 64: 73.0}
+    engine = toy_engine(
+        ToyBackend(RULE, V), drafter, table=table, clock=clock, max_sequences=8, max_waiting=64
+    )
+    scene = Scene(engine)
+
+    def waves(first: int, count: int) -> list[int]:
+        """Requests asked for in each."""
+        made = []
+        for wave in range(first, first + count):
+            before = len(drafter.asked)
+            scene.ask(*(request(f"{wave}-{i}", (1, wave % V, i), greedy(8)) for i in range(8)))
+            made.append(len(drafter.asked) - before)
+        return made
+
+    poor = waves(0, 20)
+    assert poor[0] > 0, "nobody knows yet"
+    rest = poor[5:]
+    assert sum(made > 0 for made in rest) <= 5, "a wave is not asked for because it is new"
+    assert sum(rest) > 0, "but now and then to see again"
+    logit = 4.0
+    good = waves(20, 40)
+    assert min(good[-5:]) >= 8, "and when it pays it goes on"

@@ -52,8 +52,8 @@ def sampled(of: RemoteScene, n: int) -> list[list[int]]:
 def test_sampled_text_follows_the_targets_law_whatever_comes_when(verify: str) -> None:
     world = World()
     links = [ScriptedLink(world, drafter(), fate(seed)) for seed in (1, 2)]
-    of = scene(links, world, 900, verify)
-    texts = sampled(of, 900)
+    of = scene(links, world, 1600, verify)
+    texts = sampled(of, 1600)
     assert triples_p_value(texts, law(PLAIN)) > ALPHA
     # Or it is no test: drafts stood, some fell, and many were late, twice or lost.
     figures, answers = of.engine.figures.speculation, of.engine.desk.answers

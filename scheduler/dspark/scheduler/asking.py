@@ -35,6 +35,9 @@ PROBE_SHARE = 0.01
 # needs replies to different n, which may be few and far between.
 LEVEL_RATE = 0.1
 SLOPE_RATE = 0.02
+# Weight of a step's drafts in what is usual. Many requests' means, and while nobody is asked probes
+# alone: three that surprise must be enough.
+USUAL_RATE = 0.3
 # Replies until D counts as known.
 WARM = 5
 # A reply is taken to have lasted at most this many times D, four deviations and a moment more: a
@@ -206,8 +209,8 @@ class UsualSavings:
         known = self._seen.get(R.bit_length())
         if known is not None:
             old, apart = known
-            spread = apart + LEVEL_RATE * (max(spread, abs(mean - old)) - apart)
-            mean = old + LEVEL_RATE * (mean - old)
+            spread = apart + USUAL_RATE * (max(spread, abs(mean - old)) - apart)
+            mean = old + USUAL_RATE * (mean - old)
         self._seen[R.bit_length()] = mean, spread
 
     def of(self, R: int) -> float:

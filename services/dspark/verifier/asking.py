@@ -34,6 +34,8 @@ class Asking:
         """For those of a step that are decoding now. Of drafters elsewhere first: while they draft,
         those of this process do."""
         self._drafters.begin_step()
+        if planner.rests():
+            return
         wanting: dict[str, list[Sequence]] = {}
         for item in items:
             sequence, state = item.sequence, item.sequence.state

@@ -37,6 +37,10 @@ class FeatureCache:
     ) -> None:
         """Keep rows [n, d] of the sequence's positions start..start+n-1."""
         table, at = self._rows[feature_id], 0
+        if len(rows) == 1:  # nearly always
+            block, within = divmod(start, self._block_size)
+            table[blocks[block] * self._block_size + within] = rows[0]
+            return
         for slots in self._slots_of(blocks, start, start + len(rows)):
             count = slots.stop - slots.start
             table[slots] = rows[at : at + count]

@@ -103,6 +103,7 @@ class StepPlanner:
         self._max_tokens = max_tokens
         self._sampled = sampled
         self._usual = UsualSavings()
+        self._quiet = 0  # rounds in which nobody was asked
         self._guide = guide
         self._past: deque[_Past] = deque(maxlen=old_steps)
 
@@ -200,10 +201,12 @@ class StepPlanner:
             bypassed = [bypasses[tenant] for tenant in rows.tenant[at].tolist()]
         chosen = askers(
             supposed(rows.saving[at].tolist(), self._usual.of(len(at))), costs, hidden_s,
-            unasked=(rows.unasked[at] + 1).tolist(), step_s=step.decode_s, bypassed=bypassed,
+            unasked=(np.maximum(rows.unasked[at], self._quiet) + 1).tolist(),
+            step_s=step.decode_s, bypassed=bypassed,
             drafter=rows.drafter[at].tolist() if len(costs) > 1 else None,
         )  # fmt: skip
         rows.unasked[at] += 1
+        self._quiet = 0 if chosen else self._quiet + 1
         return at[chosen]
 
     def blocks(self, rows: Rows, at: IntArray, costs: Sequence[DraftCost], step: Step) -> IntArray:
