@@ -75,6 +75,12 @@ class Answered:
     def ended(self) -> float:
         return self.arrivals[-1][0]
 
+    def share(self, end: float) -> float:
+        """Of its time from being due to its last token, what lies before `end`, in [0, 1]."""
+        if end >= self.ended:
+            return 1.0
+        return max(end - self.due, 0.0) / (self.ended - self.due)
+
 
 @dataclass(frozen=True, slots=True)
 class Closed:
@@ -115,10 +121,11 @@ class Slice:
         return sum(answer.usage.completion_tokens for answer in self.answers)
 
     @property
-    def counted_tokens(self) -> int:
+    def counted_tokens(self) -> float:
+        """Those of answers under way at the end by the share of their time: a prompt is paid for
+        first, and an arm whose answers do not end together would have paid for more of them."""
         end = min(answer.due for answer in self.answers) + self.counted_s
-        chunks = (chunk for answer in self.answers for chunk in answer.arrivals)
-        return sum(tokens for time, tokens in chunks if time <= end)
+        return sum(answer.usage.completion_tokens * answer.share(end) for answer in self.answers)
 
     @property
     def throughput(self) -> float:

@@ -29,7 +29,7 @@ RULES = (
     "tpot_s from the first token to the last, over the tokens after the first",
     "tokens_per_s_per_user is 1 / the median tpot_s",
     "throughput counts the tokens of a closed loop until its first user has nothing more to ask, "
-    "of an open loop until the last token",
+    "those of answers under way then by the share of their time, of an open loop all",
     "each prompt begins with a line that no other has, so that no prefix cache answers for the "
     "model; every arm gets the same prompts in a round",
     "arms take turns, forwards and backwards; those that wait are stopped (SIGSTOP); the first "

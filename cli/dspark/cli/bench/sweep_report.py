@@ -33,7 +33,8 @@ RULES = (
     "each prompt begins with a token that no other has, so that no prefix cache answers for the "
     "model (checked); every policy gets the same prompts in a round",
     "policies take turns, forwards and backwards",
-    "throughput, steps and draft tokens are counted until the first user has nothing more to ask",
+    "throughput, steps and draft tokens are counted until the first user has nothing more to ask, "
+    "tokens of answers under way then by the share of their time",
     "tokens_per_s_per_user is 1 / the median tpot_s, from an answer's first token to its last",
     "mean_verify_length is draft tokens verified a round (the anchor not counted), accepted_length "
     "tokens committed a round (the bonus token counted); rounds without a draft count",
