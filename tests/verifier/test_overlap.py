@@ -141,8 +141,10 @@ def test_plain_ones_do_not_wait_long_for_a_single_draft() -> None:
 @few
 @given(awaited_ones, ready_loads, costs())
 def test_to_wait_on_pays_by_tokens_a_second(one: Awaited, beside: Load, T: StepSeconds) -> None:
-    plain = one.load.R / T(beside + one.load.plain)
-    drafted = one.tokens / (one.remaining_s + T(beside + one.load))
+    decoding_s = T(replace(beside, P=0) + one.load.plain)
+    drafts_s = T(beside + one.load) - T(beside + one.load.plain)
+    plain = one.load.R / decoding_s
+    drafted = one.tokens / (one.remaining_s + decoding_s + drafts_s)
     if not np.isclose(plain, drafted):
         assert pays(one, beside, T) == (drafted > plain)
 

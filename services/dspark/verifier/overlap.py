@@ -47,6 +47,11 @@ class Load:
         """The same without drafts."""
         return replace(self, drafts=0.0)
 
+    @property
+    def decoding(self) -> Load:
+        """The same without prompts."""
+        return replace(self, P=0)
+
     def part(self, R: int) -> Load:
         """What R of its requests bring."""
         share = R / self.R if self.R else 0.0
@@ -149,13 +154,14 @@ def pays(awaited: Awaited, beside: Load, T: StepSeconds) -> bool:
     """Whether to wait on for drafts rather than step their sequences plainly with what is ready.
 
     Tokens a second: with drafts they commit `tokens` by the end of δ + T, plainly R by the end of
-    a step without. With δ = D and nothing beside it is the rule by which drafts are asked for
-    (`askers`): Σ saving > D, so what was just asked for is not given up at once.
+    a step without. Of what is ready prompts are left out of both times: they are computed once,
+    whatever is waited for. With δ = D and nothing beside it is the rule by which drafts are asked
+    for (`askers`): Σ saving > D, so what was just asked for is not given up at once.
     """
     load = awaited.load
-    plain_s = T(beside + load.plain)
-    drafted_s = awaited.remaining_s + T(beside + load)
-    return awaited.tokens * plain_s >= load.R * drafted_s
+    plain_s = T(beside.decoding + load.plain)
+    drafts_s = T(beside + load) - T(beside + load.plain)
+    return awaited.tokens * plain_s >= load.R * (awaited.remaining_s + plain_s + drafts_s)
 
 
 def joining(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds) -> float:
