@@ -3,8 +3,8 @@
     python -m benchmarks.cluster_steady [--minutes 60] [--users 8] [--disconnects 100]
         [--backend native --dtype int8] [--drafter auto]
 
-The processes of `cluster_faults`. First so many streams begin at once and are all cut after a few
-tokens; told is how long it takes until no verifier owns a KV block, no drafter holds a session and
+The processes of `cluster_faults`. First so many streams begin at once and are all cut after five
+seconds; told is how long it takes until no verifier owns a KV block, no drafter holds a session and
 no lease is left. Then users ask one thing after another, greedy, seeded and free, of many lengths,
 one in eight hanging up in the midst. Of each process memory, descriptors, threads and tasks of the
 event loop are written down; told are the first and last quarter's medians and the slope of the last
@@ -95,7 +95,7 @@ class Pages:
 
 
 async def hang_up(gateways: list[str], pages: Pages, count: int) -> dict[str, Any]:
-    """So many streams at once, cut when each has a token or waits; seconds until all is at rest."""
+    """So many streams at once, all cut after a while; seconds until all is at rest."""
 
     async def begin(client: AsyncClient, number: int) -> None:
         asked = [{"role": "user", "content": f"{number}: {PROMPTS[number % len(PROMPTS)]}"}]

@@ -40,7 +40,8 @@ SMALLEST_GAIN = 0.05
 # there let four requests lose 7 % by drafting. At most 1 % of the steps' time, as for probes.
 PLAIN_EVERY = 64
 # After so many rounds in which nobody was asked only every so many are looked into: a look takes
-# 0.15 ms at 16 requests, and where drafts take their time a probe is due after many more.
+# 0.15 ms at 16 requests, and where drafts take their time a probe is due after many more. A request
+# with a policy of its own that comes meanwhile is drafted for up to three rounds later.
 QUIET, LOOK_EVERY = 8, 4
 # What one level of priority multiplies the weight of a request's tokens by, and the levels that
 # count: Θ is told who matters more, but not that the others do not matter.
@@ -100,9 +101,7 @@ class StepPlanner:
         self._max_tokens = max_tokens
         self._past: PastDrafts | None = None
         self._usual = UsualSavings()
-        self._quiet = (
-            0  # rounds in which nobody was asked: probes come also where nobody stays long
-        )
+        self._quiet = 0  # rounds in which nobody was asked, whoever was there
         self._since_plain = 0  # steps in which drafts were verified, since the last without any
 
     def plan(self, items: list[Item]) -> StepPlan:

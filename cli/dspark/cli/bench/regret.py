@@ -3,8 +3,9 @@
 Rules of this file. The steps are given: which requests decode together, what each has drafted, how
 much of it the target would accept (for greedy answers a property of the text), and what a step
 costs. A player chooses verify lengths; a round then commits 1 + min(ℓ, accepted) tokens, and the
-next step is the next given one whatever was chosen. So a player is worth Σ tokens / Σ seconds,
-steps do not depend on each other, and the best that anybody could do is found exactly.
+next step is the next given one whatever was chosen. So a player is worth Σ tokens / Σ seconds of
+decoding (prompts beside it are computed once, whatever is chosen), steps do not depend on each
+other, and the best that anybody could do is found exactly.
 """
 
 from __future__ import annotations
