@@ -28,6 +28,8 @@ SPECULATING = [
     ("--verify", "threshold:0.2"),
     ("--verify", "fixed:3", "--gamma", 3),
     ("--verify", "fixed:7"),
+    ("--backend", "transformers"),
+    ("--backend", "transformers", "--verify", "fixed:7"),
 ]
 CONVERSATION = [
     {"role": "user", "content": "the dog"},
