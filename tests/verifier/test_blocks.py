@@ -470,9 +470,10 @@ def test_the_table_has_a_row_a_sequence_padded_with_a_valid_block() -> None:
 # --- Features beside the blocks
 
 
-def test_features_live_in_the_slots_of_their_blocks() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_features_live_in_the_slots_of_their_blocks(at_once: bool) -> None:
     cache = FeatureCache(4, SIZE)
-    cache.open("a", 2)
+    cache.open("a", 2, at_once=at_once)
     blocks = [2, 0, 3]
     rows = np.arange(14, dtype=np.float32).reshape(7, 2)
     cache.store("a", blocks, 0, rows[:2])

@@ -36,11 +36,11 @@ class Versions:
         self._adopted: set[str] = set()
         self._unread: dict[str, float] = {}  # cached, by since when
         for drafter in drafters.values():
-            self._open(drafter.card)
+            self._open(drafter.card, at_once=True)
 
-    def _open(self, card: DrafterCard) -> None:
+    def _open(self, card: DrafterCard, *, at_once: bool = False) -> None:
         if card.feature_id:
-            self._cache.features.open(card.feature_id, card.feature_width)
+            self._cache.features.open(card.feature_id, card.feature_width, at_once=at_once)
 
     def made(self, feature_id: str) -> bool:
         """Whether each step yields these features already."""

@@ -31,6 +31,9 @@ class Buffer {
   size_t bytes() const { return at_ ? bytes_ : 0; }
   // At least so large; what it held is lost if it grows.
   void grow(size_t bytes);
+  // Has the system give all of it now, not where it is first written; false where there is not so
+  // much. Systems that cannot (Linux before 5.14) give it later.
+  bool take() const;
 
  private:
   void *at_ = nullptr;

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -108,6 +109,14 @@ Buffer &Buffer::operator=(Buffer &&other) noexcept {
 
 void Buffer::grow(size_t bytes) {
   if (bytes > this->bytes()) *this = Buffer(bytes + bytes / 4);
+}
+
+bool Buffer::take() const {
+#ifdef MADV_POPULATE_WRITE
+  return !bytes() || !madvise(at_, bytes_, MADV_POPULATE_WRITE) || errno == EINVAL;
+#else
+  return true;
+#endif
 }
 
 std::unique_ptr<dn_matrix> shaped(const Kernels *kernels, bool int8, int n, int k) {

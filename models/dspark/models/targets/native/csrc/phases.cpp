@@ -62,14 +62,19 @@ void Phases::quantise_rows(int count, const float *x, const dn_matrix &for_matri
   rows(count, [=, this](int row) { quantise(first + row, x + static_cast<size_t>(row) * k, k); });
 }
 
+void Phases::norm_row(int row, const float *x, const float *weight, int n, float eps, float *out,
+                      bool int8) const {
+  float *to = out + static_cast<size_t>(row) * n;
+  k_.norm(x, weight, eps, n, to);
+  if (int8) quantise(row, to, n);
+}
+
 void Phases::norm_rows(int count, const int32_t *which, const float *x,
                        const std::vector<float> &weight, float eps, float *out, bool int8) {
   const float *w = weight.data();
   const int n = static_cast<int>(weight.size());
   rows(count, [=, this](int row) {
-    float *to = out + static_cast<size_t>(row) * n;
-    k_.norm(x + static_cast<size_t>(which ? which[row] : row) * n, w, eps, n, to);
-    if (int8) quantise(row, to, n);
+    norm_row(row, x + static_cast<size_t>(which ? which[row] : row) * n, w, n, eps, out, int8);
   });
 }
 

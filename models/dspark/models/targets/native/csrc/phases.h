@@ -37,7 +37,10 @@ class Phases {
                        }});
   }
 
-  // Rows `which` (or all) of x [.., n], normed and made ready for a product.
+  // A row of n numbers, normed and made ready for a product.
+  void norm_row(int row, const float *x, const float *weight, int n, float eps, float *out,
+                bool int8) const;
+  // Rows `which` (or all) of x [.., n], likewise.
   void norm_rows(int count, const int32_t *which, const float *x, const std::vector<float> &weight,
                  float eps, float *out, bool int8);
   // silu(gate) * up of both [.., 2n], made ready for a product.

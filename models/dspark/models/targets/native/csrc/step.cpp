@@ -42,7 +42,7 @@ class Step : public Phases {
 
   void attention_block(int index, const dn_batch &b) {
     const Layer &layer = m_.layers[index];
-    norm(B_, nullptr, layer.attention_norm, *layer.qkv);
+    norm_and_tap(index, b);
     product(*layer.qkv, m_.normed.as<float>(), B_, m_.qkv.as<float>(), qkv_width_, false);
     store_keys(index, b);
     attend(index, b);
@@ -77,21 +77,6 @@ class Step : public Phases {
     if (L) product(*m_.head, m_.normed.as<float>(), L, logits, c_.vocab, false);
   }
 
-  // The hidden rows that projections read, after `layer` (-1: the embeddings).
-  void tap(int layer, const dn_batch &b) {
-    for (int p = 0; p < b.projections && b.F; p++) {
-      const dn_projection &one = b.projection[p];
-      for (int j = 0; j < one.layers; j++) {
-        if (one.layer_ids[j] != layer) continue;
-        float *to = concatenated(b, p) + static_cast<size_t>(j) * c_.width;
-        const size_t ld = static_cast<size_t>(one.layers) * c_.width;
-        rows(b.F, [=, this, &b](int row) {
-          std::memcpy(to + row * ld, hidden(b.feature_rows[row]), sizeof(float) * c_.width);
-        });
-      }
-    }
-  }
-
   void project(const dn_batch &b) {
     for (int p = 0; p < b.projections && b.F; p++) {
       const dn_projection &one = b.projection[p];
@@ -120,6 +105,37 @@ class Step : public Phases {
  private:
   float *hidden(int row) const {
     return m_.hidden.as<float>() + static_cast<size_t>(row) * c_.width;
+  }
+
+  // Where a projection's inputs from one layer go.
+  struct Tap {
+    float *to;
+    size_t ld;
+  };
+
+  std::vector<Tap> taps_of(int layer, const dn_batch &b) const {
+    std::vector<Tap> taps;
+    for (int p = 0; p < b.projections && b.F; p++) {
+      const dn_projection &one = b.projection[p];
+      for (int j = 0; j < one.layers; j++)
+        if (one.layer_ids[j] == layer)
+          taps.push_back({concatenated(b, p) + static_cast<size_t>(j) * c_.width,
+                          static_cast<size_t>(one.layers) * c_.width});
+    }
+    return taps;
+  }
+
+  // The norm before a layer, and of the rows that it reads those that projections read too; for
+  // that alone threads would have to wait for each other once more.
+  void norm_and_tap(int index, const dn_batch &b) {
+    const Layer &layer = m_.layers[index];
+    const float *weight = layer.attention_norm.data();
+    rows(B_, [=, this, &b, int8 = layer.qkv->int8, taps = taps_of(index - 1, b)](int row) {
+      norm_row(row, hidden(row), weight, c_.width, c_.norm_eps, m_.normed.as<float>(), int8);
+      for (const Tap &tap : taps)
+        for (int f = row; f < b.F; f += B_)
+          std::memcpy(tap.to + f * tap.ld, hidden(b.feature_rows[f]), sizeof(float) * c_.width);
+    });
   }
 
   float *concatenated(const dn_batch &b, int projection) const {
@@ -345,11 +361,9 @@ void run_step(dn_model &model, const dn_batch &b) {
   Step step(model, b.B, std::max(b.L, b.F));
   step.prepare_taps(b);
   step.embed(b.token_ids);
-  step.tap(-1, b);
   for (int i = 0; i < model.config.layers; i++) {
     step.attention_block(i, b);
     step.mlp_block(i);
-    step.tap(i, b);
   }
   step.project(b);
   step.head(b.L, b.logit_rows, b.logits);
