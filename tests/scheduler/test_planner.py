@@ -172,6 +172,17 @@ def test_prefill_makes_no_draft_worth_verifying() -> None:
     assert plan([np.array([0.9])], level, 100, 1, 0, EARLY_STOP).tolist() == [1], "it rides along"
 
 
+def test_a_token_is_worth_what_it_costs_once_all_prompts_are_computed() -> None:
+    """Alone a request's token takes 1.0 s; with nine more, whose prompts are computed now, 0.1."""
+    cost = StepCost.from_table({1: 1.0, 10: 1.0, 1010: 201.0})
+    survival = [np.array([0.9])]
+    assert plan(survival, cost, 100, 1, 0, EARLY_STOP).tolist() == [1]
+    assert plan(survival, cost, 100, 1, 0, EARLY_STOP, joining=9).tolist() == [0]
+    assert cost.decode_seconds(100, 1, 101, 0, joining=9) == pytest.approx(0.1)
+    assert cost.decode_curve(100, 1, 0, 1, joining=9) == pytest.approx([0.1, 0.3])
+    assert plan(survival, cost, 0, 1, 0, EARLY_STOP, joining=9).tolist() == [1], "for nothing"
+
+
 @given(
     survivals(), st.integers(1, 400), st.floats(0.01, 1.0), st.sampled_from(["early-stop", "top-k"])
 )

@@ -112,6 +112,31 @@ def test_asking_a_drafter_here_costs_all_that_passes_meanwhile() -> None:
     assert engine.desk.exposed_s["scripted"] == pytest.approx(0.25 * len(drafter.asked))
 
 
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_while_a_batch_fills_a_token_is_worth_what_it_will_be_when_it_is_full() -> None:
+    """Two drafts beside a prompt take 4 s; a token takes 10 s alone, and 1.25 s among eight."""
+    backend = ToyBackend(RULE, V)
+    engine = toy_engine(
+        backend,
+        ScriptedDrafter(oracle(RULE), gamma=2),
+        table={1: 10.0, 8: 10.0, 64: 122.0},
+        max_sequences=8,
+        prefill_chunk=8,
+    )
+    scene = Scene(engine)
+    scene.submit(request("first", (1, 2, 3), greedy(90)))
+    scene.step(10)
+    answer = scene.answers["first", 0]
+    assert all(commit.speculation.verified == 2 for commit in answer.commits[1:])
+    scene.submit(*(request(f"{i}", [i + 5] * 33, greedy(4)) for i in range(7)))
+    beside = [commit for step in range(8) for _, commit in scene.step()]
+    assert sum(s.state.uncomputed > 1 for s in engine.running) > 4, "prompts are still computed"
+    assert len(beside) >= 8
+    assert not any(commit.speculation.verified for commit in beside)
+
+
 # --- short answers -------------------------------------------------------------------------------
 
 

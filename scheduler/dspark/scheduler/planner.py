@@ -87,6 +87,7 @@ def plan(
     lookahead: bool = False,
     overhead: float = 0.0,
     max_tokens: int | None = None,
+    joining: int = 0,
 ) -> IntArray:
     """Verify lengths [R] of a step with P prefill tokens and R decoding requests.
 
@@ -94,8 +95,9 @@ def plan(
     capacity K: bounds Σℓ; of `top-k` it is what is filled, and without one `top-k` plans like
     `early-stop`. caps [R]: the longest ℓ of each request. weights [R] ≥ 0: what a token of each
     counts in τ. max_tokens: bounds B. overhead: seconds a round takes beside its step (draft time
-    that nothing hides). lookahead: let the search pass a dip of Θ; only where every draft in the
-    step is free of the barrier (greedy, coupled, looks_back_only).
+    that nothing hides). joining: requests whose prompts are still computed (`decode_seconds`).
+    lookahead: let the search pass a dip of Θ; only where every draft in the step is free of the
+    barrier (greedy, coupled, looks_back_only).
 
     `fixed:N` asks for N of every request whatever the confidence, `threshold:X` for the longest
     prefix whose survival (not confidence) is at least X; where a bound bites, the rank decides.
@@ -127,7 +129,7 @@ def plan(
     if searched:
         search = full_search if lookahead else early_stop
         tau0 = float(R) if weight is None else float(weight.sum())
-        cost = step_cost.decode_curve(P, R, context, len(order)) + overhead
+        cost = step_cost.decode_curve(P, R, context, len(order), joining) + overhead
         admitted = search(gain[order], tau0, cost)
     return fill(request[order], admitted, R)
 
@@ -189,6 +191,7 @@ def capacity(
     *,
     overhead: float = 0.0,
     max_tokens: int | None = None,
+    joining: int = 0,
 ) -> int:
     """K for `top-k` (§5.2): unconstrained search on survivals of *past* drafts, `plan`'s arguments.
 
@@ -196,7 +199,7 @@ def capacity(
     """
     lengths = plan(
         survival, step_cost, P, R, context, EARLY_STOP, None, caps, weights,
-        lookahead=True, overhead=overhead, max_tokens=max_tokens,
+        lookahead=True, overhead=overhead, max_tokens=max_tokens, joining=joining,
     )  # fmt: skip
     return int(lengths.sum())
 
@@ -213,8 +216,8 @@ def saving(
     """Seconds [R] each request's draft is expected to save in this step, draft time not counted.
 
     expected [R]: tokens of it that should stand, Σ_{j≤ℓ} a_j; lengths [R]: ℓ. theta0: tokens a
-    second of decoding without drafts, R / T(0, R, R, context). extra_s: what the drafts add,
-    T(B) − T(P + R). A draft's tokens would else take their number over theta0; it pays the share of
+    second of decoding without drafts, R / `decode_seconds`. extra_s: what the drafts add, T(B) −
+    T(P + R). A draft's tokens would else take their number over theta0; it pays the share of
     extra_s that it has of Σℓ. The sum over requests is positive iff Θ rose, so a request that saves
     nothing is one without which Θ would be as good.
     """

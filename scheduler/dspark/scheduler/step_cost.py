@@ -107,22 +107,27 @@ class StepCost:
         seconds[1:] += self.per_verified_sequence_s * max(R - 1, 0)
         return seconds
 
-    def decode_seconds(self, P: int, R: int, B: int, context: int) -> float:
-        """T less what prefill adds to the step without drafts: what its decoding is weighed by.
+    def decode_seconds(self, P: int, R: int, B: int, context: int, joining: int = 0) -> float:
+        """T less what is no price of a token: what a step's decoding is weighed by.
 
-        Prefill is done once whatever is drafted, so its time is no price of a token: of a step that
-        is mostly prefill T would make every draft look worth verifying
-        (docs/decisions/2026-11-30-prefill-is-no-price.md).
+        Prefill is done once whatever is drafted: of a step that is mostly prefill T would make
+        every draft look worth verifying. joining: requests that decode once their prompts are
+        computed; a token saved now is one less in the steps with them, so decoding is R shares of
+        those (docs/decisions/2026-11-30-prefill-is-no-price.md).
         """
-        return self.seconds(P, R, B, context) - self._prefill(P, R)
+        return self.seconds(P, R, B, context) - self._not_decoding(P, R, joining)
 
-    def decode_curve(self, P: int, R: int, context: int, extra: int) -> FloatArray:
+    def decode_curve(
+        self, P: int, R: int, context: int, extra: int, joining: int = 0
+    ) -> FloatArray:
         """float64 [extra + 1]: `decode_seconds` with 0..extra draft tokens, as `curve`."""
-        return self.curve(P, R, context, extra) - self._prefill(P, R)
+        return self.curve(P, R, context, extra) - self._not_decoding(P, R, joining)
 
-    def _prefill(self, P: int, R: int) -> float:
-        """Seconds that P tokens of prefill add to a step of R decoding requests; 0 where P is."""
-        return self.table(P + R) - self.table(R)
+    def _not_decoding(self, P: int, R: int, joining: int) -> float:
+        """Seconds of T(P, R, P + R, ·) that decoding is not charged with."""
+        decoding = max(R, 1)  # one that ends its prompt decodes from now on
+        share = decoding / (decoding + joining)
+        return self.table(P + R) - share * self.table(decoding + joining)
 
     def _beside(self, R: int, context: int) -> float:
         return self.per_sequence_s * R + self.per_context_token_s * context

@@ -224,7 +224,8 @@ class Engine:
         items = self._ready()
         if items:
             self._began = self.clock()
-            step = self.planner.plan(items)
+            running = self._batcher.running
+            step = self.planner.plan(items, sum(s.state.uncomputed > 1 for s in running))
             batch = flatten(items, step.lengths, self.cache)
             with clock.lap("forward"):
                 output = self._backend.forward(batch)

@@ -58,11 +58,13 @@ class PastDrafts:
     P: int
     context: int
     seen_through: int
+    joining: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """lengths: draft tokens to verify, one a step item. seconds: what the step should take."""
+    """lengths: draft tokens to verify, one a step item. seconds: what the step should take.
+    joining: running requests whose prompts are still computed."""
 
     lengths: list[int]
     P: int
@@ -70,6 +72,7 @@ class StepPlan:
     B: int
     context: int
     seconds: float
+    joining: int = 0
 
 
 def free_to_look_ahead(item: Item) -> bool:
@@ -104,9 +107,10 @@ class StepPlanner:
         self._quiet = 0  # rounds in which nobody was asked, whoever was there
         self._since_plain = 0  # steps in which drafts were verified, since the last without any
 
-    def plan(self, items: list[Item]) -> StepPlan:
+    def plan(self, items: list[Item], joining: int = 0) -> StepPlan:
         """Lengths for a step's items. Requests with a policy of their own are settled first; what
-        they take is part of the step that the others are planned into."""
+        they take is part of the step that the others are planned into. joining: running requests
+        whose prompts are still computed, in this step or later."""
         decoding = [item for item in items if item.decoding]
         P = sum(item.tokens for item in items if not item.decoding)
         R = len(decoding)
@@ -135,14 +139,16 @@ class StepPlanner:
                 weights=_weights(group, directions),
                 lookahead=lookahead,
                 max_tokens=self._max_tokens,
+                joining=joining,
             )
             if lookahead and _is_joint(policy):
-                gain = self._gain(survivals, planned, others, context)
+                gain = self._gain(survivals, planned, others, context, joining)
                 planned = planned if gain >= SMALLEST_GAIN else np.zeros_like(planned)
             lengths.update(zip(map(id, group), planned.tolist(), strict=True))
         verify = [lengths.get(id(item), 0) for item in items]
         B = P + R + sum(verify)
-        return StepPlan(verify, P, R, B, context, self.cost.current.seconds(P, R, B, context))
+        seconds = self.cost.current.seconds(P, R, B, context)
+        return StepPlan(verify, P, R, B, context, seconds, joining)
 
     def _gain(
         self,
@@ -150,11 +156,12 @@ class StepPlanner:
         lengths: NDArray[np.intp],
         others: int,
         context: int,
+        joining: int,
     ) -> float:
         """What share of Θ the planned drafts promise on top of none."""
         R, drafts = len(survivals), int(lengths.sum())
         expected = sum(float(a[:n].sum()) for a, n in zip(survivals, lengths, strict=True))
-        cost = self.cost.current.decode_curve(others, R, context, drafts)
+        cost = self.cost.current.decode_curve(others, R, context, drafts, joining)
         return (1 + expected / R) * float(cost[0] / cost[-1]) - 1
 
     def _policy(self, sequence: Sequence) -> Policy:
@@ -180,7 +187,9 @@ class StepPlanner:
             self.local_plans += 1
             return None
         R = len(past.survivals)
-        K = capacity(past.survivals, self.cost.current, past.P, R, past.context)
+        K = capacity(
+            past.survivals, self.cost.current, past.P, R, past.context, joining=past.joining
+        )
         return scaled(K, R, len(group))
 
     def took(self, step: StepPlan, seconds: float) -> None:
@@ -199,7 +208,7 @@ class StepPlanner:
         length_of = dict(zip(map(id, items), step.lengths, strict=True))
         lengths = [length_of[id(item)] for item in drafted]
         expected = [sum(a[:n].tolist()) for a, n in zip(survivals, lengths, strict=True)]
-        plain_s = self.cost.current.seconds(0, step.R, step.R, step.context)
+        plain_s = self.cost.current.decode_seconds(0, step.R, step.R, step.context, step.joining)
         saved = saving(expected, lengths, step.R / plain_s, self._decode_s(step) - plain_s)
         for item, length, tokens, seconds in zip(drafted, lengths, expected, saved, strict=True):
             sequence = item.sequence
@@ -208,11 +217,13 @@ class StepPlanner:
             sequence.saving_s = running_mean(sequence.saving_s, seconds)
             sequence.verifies = running_mean(sequence.verifies, float(length))
             sequence.gains = running_mean(sequence.gains, tokens)
-        self._usual.learn(step.R, [item.sequence.saving_s or 0.0 for item in drafted])
+        self._usual.learn(
+            step.R + step.joining, [item.sequence.saving_s or 0.0 for item in drafted]
+        )
 
     def _decode_s(self, step: StepPlan) -> float:
         """What of a step's time is decoding."""
-        return self.cost.current.decode_seconds(step.P, step.R, step.B, step.context)
+        return self.cost.current.decode_seconds(step.P, step.R, step.B, step.context, step.joining)
 
     def _remember(
         self, drafted: list[Item], survivals: list[NDArray[np.float64]], step: StepPlan
@@ -220,7 +231,9 @@ class StepPlanner:
         newest = max(item.sequence.draft.number for item in drafted if item.sequence.draft)
         if self._past is None or newest > self._past.seen_through:
             without = [np.empty(0)] * (step.R - len(drafted))
-            self._past = PastDrafts([*survivals, *without], step.P, step.context, newest)
+            self._past = PastDrafts(
+                [*survivals, *without], step.P, step.context, newest, step.joining
+            )
 
     def rests(self) -> bool:
         """Whether this round is one in which nobody need be thought of, as nobody was for long."""
@@ -252,7 +265,7 @@ class StepPlanner:
         tenants = [s.state.request.tenant for s in among]
         bypasses = {tenant: self._guidance.bypasses(tenant) for tenant in set(tenants)}
         chosen = askers(
-            supposed([s.expected_saving_s for s in among], self._usual.of(len(among))),
+            supposed([s.expected_saving_s for s in among], self._usual.of(step.R + step.joining)),
             costs,
             hidden_s,
             unasked=[max(s.rounds_unasked, self._quiet) + 1 for s in among],

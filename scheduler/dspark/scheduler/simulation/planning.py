@@ -56,7 +56,8 @@ MakeGuide = Callable[[Callable[[], float]], Guide]
 @dataclass(frozen=True, slots=True)
 class Step:
     """at: slots that decode. lengths: draft tokens of each to verify. seconds: what it should take.
-    decode_s, plain_s: what decoding takes of that, and would take without drafts."""
+    decode_s, plain_s: what decoding takes of that, and would take without drafts. joining: running
+    requests whose prompts are still computed."""
 
     at: IntArray
     lengths: IntArray
@@ -67,6 +68,7 @@ class Step:
     seconds: float
     decode_s: float
     plain_s: float
+    joining: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class _Past:
     R: int
     context: int
     seen_through: int
+    joining: int
 
 
 class StepPlanner:
@@ -107,21 +110,22 @@ class StepPlanner:
         self._guide = guide
         self._past: deque[_Past] = deque(maxlen=old_steps)
 
-    def plan(self, rows: Rows, at: IntArray, P: int, context: int) -> Step:
+    def plan(self, rows: Rows, at: IntArray, P: int, context: int, joining: int) -> Step:
         """The step of the decoding slots `at` beside P prefill tokens."""
         R = len(at)
         lengths = np.zeros(R, np.intp)
         if R and self._policy.kind is not PolicyKind.NONE:
-            lengths = self._lengths(rows, at, P, context)
+            lengths = self._lengths(rows, at, P, context, joining)
         B = P + R + int(lengths.sum())
         return Step(
             at, lengths, P, R, B, context,
             seconds=self._cost.seconds(P, R, B, context),
-            decode_s=self._cost.decode_seconds(P, R, B, context),
-            plain_s=self._cost.seconds(0, R, R, context),
+            decode_s=self._cost.decode_seconds(P, R, B, context, joining),
+            plain_s=self._cost.decode_seconds(0, R, R, context, joining),
+            joining=joining,
         )  # fmt: skip
 
-    def _lengths(self, rows: Rows, at: IntArray, P: int, context: int) -> IntArray:
+    def _lengths(self, rows: Rows, at: IntArray, P: int, context: int, joining: int) -> IntArray:
         R, caps = len(at), rows.block[at]
         drafted = caps > 0
         bound = self._sampled and bool(drafted.any())
@@ -139,11 +143,11 @@ class StepPlanner:
         survivals = list(rows.survival[at])
         planned = plan(
             survivals, self._cost, P, R, context, self._policy, K, caps, weights,
-            lookahead=not self._sampled, max_tokens=self._max_tokens,
+            lookahead=not self._sampled, max_tokens=self._max_tokens, joining=joining,
         )  # fmt: skip
         if self._joint and not self._sampled:
             tokens = R + sum(float(a[:n].sum()) for a, n in zip(survivals, planned, strict=True))
-            cost = self._cost.decode_curve(P, R, context, int(planned.sum()))
+            cost = self._cost.decode_curve(P, R, context, int(planned.sum()), joining)
             if tokens / R * float(cost[0] / cost[-1]) - 1 < SMALLEST_GAIN:
                 return np.zeros_like(planned)
         return planned
@@ -163,7 +167,7 @@ class StepPlanner:
         if past is None or (oldest is not None and oldest <= past.seen_through):
             self.local_plans += 1
             return None
-        K = capacity(past.survivals, self._cost, past.P, past.R, past.context)
+        K = capacity(past.survivals, self._cost, past.P, past.R, past.context, joining=past.joining)
         return scaled(K, past.R, R)
 
     def learn(self, rows: Rows, step: Step) -> None:
@@ -175,7 +179,9 @@ class StepPlanner:
         if self._policy.kind is PolicyKind.TOP_K:
             without = [np.empty(0)] * (step.R - len(at))
             newest = int(rows.number[at].max())
-            self._past.append(_Past([*survivals, *without], step.P, step.R, step.context, newest))
+            all_of_them = [*survivals, *without]
+            facts = (step.P, step.R, step.context, newest, step.joining)
+            self._past.append(_Past(all_of_them, *facts))
         lengths = step.lengths[rows.block[step.at] > 0]
         stands = np.arange(rows.survival.shape[1]) < lengths[:, None]
         expected = (rows.survival[at] * stands).sum(axis=1).tolist()
@@ -184,7 +190,7 @@ class StepPlanner:
         saved = np.array(saving(expected, lengths.tolist(), theta0, extra_s))
         before = np.where(np.isnan(rows.saving[at]), saved, rows.saving[at])
         rows.saving[at] = (1 - SAVING_RATE) * before + SAVING_RATE * saved
-        self._usual.learn(step.R, rows.saving[at].tolist())
+        self._usual.learn(step.R + step.joining, rows.saving[at].tolist())
         known = np.where(np.isnan(rows.reach[at]), rows.survival.shape[1], rows.reach[at])
         rows.reach[at] = list(map(reach, known.tolist(), lengths.tolist()))
 
@@ -199,8 +205,9 @@ class StepPlanner:
         if self._guide is not None:
             bypasses = [self._guide.bypasses(name) for name in self._tenants]
             bypassed = [bypasses[tenant] for tenant in rows.tenant[at].tolist()]
+        usual = self._usual.of(step.R + step.joining)
         chosen = askers(
-            supposed(rows.saving[at].tolist(), self._usual.of(len(at))), costs, hidden_s,
+            supposed(rows.saving[at].tolist(), usual), costs, hidden_s,
             unasked=(np.maximum(rows.unasked[at], self._quiet) + 1).tolist(),
             step_s=step.decode_s, bypassed=bypassed,
             drafter=rows.drafter[at].tolist() if len(costs) > 1 else None,

@@ -170,9 +170,11 @@ class Verifier:
             return None
         rows, at = self._rows, self._rows.of_group(group)
         decoding, prefilling = at[rows.prefill[at] == 0], at[rows.prefill[at] > 0]
+        joining = len(prefilling)
         prefilling, chunks = self._chunks(prefilling, len(decoding))
         self._desk.step_begins(group, len(decoding), self._free_since, now)
-        step = self._planner.plan(rows, decoding, int(chunks.sum()), int(rows.context[at].sum()))
+        P, context = int(chunks.sum()), int(rows.context[at].sum())
+        step = self._planner.plan(rows, decoding, P, context, joining)
         seconds = step.seconds
         if self.kind.step_noise:
             noise = self.kind.step_noise
