@@ -305,7 +305,7 @@ async def scene(arguments: argparse.Namespace, **more: Any) -> AsyncIterator[Sce
             Path(folder),
             Path(arguments.model),
             valkey=False,
-            environment={"REDIS_URL": valkey.url, **_cache()},
+            environment={"REDIS_URL": valkey.url, **user_cache()},
             **sections,
         ) as processes,
     ):
@@ -326,7 +326,7 @@ async def scene(arguments: argparse.Namespace, **more: Any) -> AsyncIterator[Sce
             valkey.kill()
 
 
-def _cache() -> dict[str, str]:
+def user_cache() -> dict[str, str]:
     """The user's own: the target is converted and profiled once."""
     return {"DSPARK_CACHE": os.environ.get("DSPARK_CACHE", str(Path.home() / ".cache" / "dspark"))}
 

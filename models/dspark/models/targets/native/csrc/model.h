@@ -11,11 +11,12 @@
 
 namespace dn {
 
-// Memory on its own pages, huge ones where the system has them; zeros when it comes.
+// Memory on its own pages, huge ones where it is asked for and the system has them; zeros when it
+// comes.
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(size_t bytes);
+  explicit Buffer(size_t bytes, bool huge = true);
   // A part of another buffer, which outlives it.
   Buffer(void *at, size_t bytes) : at_(at), bytes_(bytes), own_(false) {}
   // The beginning of a file, read-only, one copy for all processes that map it.
@@ -29,7 +30,8 @@ class Buffer {
   template <class T>
   T *as() const { return static_cast<T *>(at_); }
   size_t bytes() const { return at_ ? bytes_ : 0; }
-  // At least so large; what it held is lost if it grows.
+  // At least so large; what it held is lost if it grows. Not on huge pages: it grows while
+  // something is served, and the system may take 70 ms to make room for those.
   void grow(size_t bytes);
   // Has the system give all of it now, not where it is first written; false where there is not so
   // much. Systems that cannot (Linux before 5.14) give it later.

@@ -69,7 +69,7 @@ void pack_panel(const dn_matrix &matrix, const float *w, int panel) {
 
 }  // namespace
 
-Buffer::Buffer(size_t bytes) : bytes_(bytes) {
+Buffer::Buffer(size_t bytes, bool huge) : bytes_(bytes) {
   if (!bytes) return;
   at_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at_ == MAP_FAILED) {
@@ -77,7 +77,7 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
     throw std::bad_alloc();
   }
 #ifdef MADV_HUGEPAGE
-  if (bytes >= kHuge) madvise(at_, bytes, MADV_HUGEPAGE);
+  if (huge && bytes >= kHuge) madvise(at_, bytes, MADV_HUGEPAGE);
 #endif
 }
 
@@ -108,7 +108,7 @@ Buffer &Buffer::operator=(Buffer &&other) noexcept {
 }
 
 void Buffer::grow(size_t bytes) {
-  if (bytes > this->bytes()) *this = Buffer(bytes + bytes / 4);
+  if (bytes > this->bytes()) *this = Buffer(bytes + bytes / 4, false);
 }
 
 bool Buffer::take() const {
