@@ -283,14 +283,17 @@ def test_a_line_is_learnt(a: float, b: float, asked: list[int]) -> None:
         st.tuples(
             st.integers(-2, 10**6),
             st.floats(allow_nan=True, allow_infinity=True),
+            st.just(0) | st.integers(0, 10**6),
         ),
         max_size=60,
     )
 )
-def test_whatever_it_is_told_it_stays_a_cost(told: list[tuple[int, float]]) -> None:
+def test_whatever_it_is_told_it_stays_a_cost(told: list[tuple[int, float, int]]) -> None:
     cost = DraftCost()
-    for n, seconds in told:
-        cost.observe(n, seconds)
+    for n, seconds, context in told:
+        cost.observe(n, seconds, context)
+        assert np.isfinite(cost.context_s)
+        assert cost.context_s >= 0
         a, b = cost.line
         assert a >= 0
         assert b >= 0
@@ -299,6 +302,18 @@ def test_whatever_it_is_told_it_stays_a_cost(told: list[tuple[int, float]]) -> N
         assert curve[0] == 0
         assert np.isfinite(curve).all()
         assert (np.diff(curve) >= 0).all()
+
+
+def test_what_a_prompt_takes_once_is_no_part_of_what_drafts_take() -> None:
+    """Every fourth batch has a newcomer in it, whose prompt of 200 tokens takes 10 ms."""
+    cost = DraftCost()
+    for i in range(200):
+        context = 0 if i % 4 else 200
+        cost.observe(2, 0.002 + 5e-5 * context, context)
+    assert cost.seconds(2) == pytest.approx(0.002, rel=0.05)
+    assert cost.seconds(2, 100) == pytest.approx(0.007, rel=0.05)
+    cost.observe(2, 0.0, 200)
+    assert cost.seconds(2) > 0.0015, "a prompt that is there at once starts nothing anew"
 
 
 def test_before_the_first_reply_drafts_cost_nothing() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark.core.drafts import DrafterCard
+from dspark.core.drafts import Draft, DrafterCard, DraftRequest, DraftSampling
 from dspark.core.errors import ConfigError, InvalidRequest, ModelError
 from dspark.core.requests import Speculation
+from dspark.core.sampling import SamplingMode
 from dspark.models.targets.features import FeatureProjection
 from dspark.verifier.drafters import Drafters, Promise
+from dspark.verifier.sources import Bell, LinkSource
 from dspark.verifier.versions import KEEP_S
 
 from .remote import PROJECTION, Fate, RemoteScene, ScriptedLink, World, adopt, after, remote_scene
@@ -338,3 +340,29 @@ def test_drafters_come_and_go_at_random() -> None:
     of.step()
     assert of.engine.cache.features.widths() == {}
     assert list(of.engine.drafters) == ["ngram"]
+
+
+# --- when a reply came ----------------------------------------------------------------------------
+
+
+def test_a_reply_that_is_read_before_it_rings_makes_the_next_one_no_earlier() -> None:
+    """Its ring is left behind: the drafter would look as if it answered before it was asked."""
+    world, link = World(), trained("one")
+    bell = Bell(world)
+    source = LinkSource("d1", link, Counter(), Counter(), bell)
+    sampling = DraftSampling(SamplingMode.GREEDY)
+    asked = {name: DraftRequest(name, 0, 0, (1,), None, 0, sampling, 1) for name in "abcd"}
+
+    def came(*said: str, rings: int) -> list[float]:
+        """When these came, if the bell rang so often since the last look, and once a second."""
+        link._inbox = [Draft(name, 0, (1,), np.zeros(1, np.float32)) for name in said]
+        for _ in range(rings):
+            world.now += 1.0
+            bell()
+        return [at for *_, at in source.answers(asked.get, world.now)]
+
+    assert came("a", rings=0) == [0.0]
+    assert came("b", rings=2) == [2.0], "the first of them was for a"
+    assert came("a", "b", rings=3) == [4.0, 5.0]
+    assert came("a", "b", "c", "d", rings=1) == [6.0] * 4
+    assert came("a", "b", "c", "d", rings=2) == [7.0, 7.0, 8.0, 8.0]

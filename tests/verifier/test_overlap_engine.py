@@ -146,6 +146,28 @@ def test_a_drafter_that_was_silent_for_a_while_is_asked_again() -> None:
     assert of.engine.figures.speculation.accepted - before > 100
 
 
+def test_a_round_that_is_given_up_before_its_time_says_nothing_of_its_drafter() -> None:
+    """It would look quick: all that passed is the moment until somebody thought better of it."""
+    of, _, world = linked(after(0.005))
+    ask(of, 1, tokens=60)
+    while of.engine.desk.answers["used"] < 6:
+        of.step()
+    until_asked(of)
+    (errand,) = of.engine.desk.errands
+    (sequence,) = errand.left.values()
+    cost, saving = of.engine.drafters["d0"].cost.seconds(1), sequence.saving_s
+    world.now += 0.0005
+    of.engine.desk.give_up([sequence])
+    assert of.engine.drafters["d0"].cost.seconds(1) == cost
+    assert sequence.saving_s == saving
+    until_asked(of)
+    world.now += 0.02
+    of.engine.desk.give_up([sequence])
+    assert of.engine.drafters["d0"].cost.seconds(1) > cost, "but one that is late does"
+    assert saving is not None
+    assert sequence.expected_saving_s < saving
+
+
 def test_an_answer_counts_once_and_for_its_own_round_only() -> None:
     of, _, _ = linked(lambda r, n: (0.002, 0.003, 0.5))
     ask(of, 3)

@@ -38,6 +38,8 @@ SLOPE_RATE = 0.02
 # Weight of a step's drafts in what is usual. Many requests' means, and while nobody is asked probes
 # alone: three that surprise must be enough.
 USUAL_RATE = 0.3
+# Weight of the newest reply in what a token of context takes.
+CONTEXT_RATE = 0.3
 # Replies until D counts as known.
 WARM = 5
 # A reply is taken to have lasted at most this many times D, four deviations and a moment more: a
@@ -57,12 +59,15 @@ class DraftCost:
     """D(n) = a + b·n seconds, a and b ≥ 0: from asking for n drafts together until they are back.
 
     D passes through the means of the newest replies; b is a least-squares slope that forgets more
-    slowly. seen: replies. deviation: running mean of |reply − D| in seconds. Not thread-safe.
+    slowly. Context beyond a round's own few tokens, a prompt that a drafter is told, costs it once:
+    what replies took longer for that is `context_s` a token, and no part of D. seen: replies.
+    deviation: running mean of |reply − D| in seconds. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self.seen = 0
         self.deviation = 0.0
+        self.context_s = 0.0
         self._n = self._s = 0.0  # means of the newest replies
         self._old_n = self._old_s = self._nn = self._ns = 0.0  # slow means, variance, covariance
 
@@ -81,16 +86,23 @@ class DraftCost:
         b = min(max((self._ns + prior * most) / (self._nn + prior), 0.0), most)
         return max(self._s - b * self._n, 0.0), b
 
-    def seconds(self, n: int) -> float:
-        """D(n); D(0) and D before the first reply are 0."""
+    def seconds(self, n: int, context: int = 0) -> float:
+        """D(n), and what so many tokens of context take; D(0) and D before the first reply are
+        0."""
         a, b = self.line
-        return a + b * n if n > 0 else 0.0
+        return a + b * n + self.context_s * context if n > 0 else 0.0
 
-    def observe(self, n: int, seconds: float) -> None:
+    def observe(self, n: int, seconds: float, context: int = 0) -> None:
         """Take in a reply to n drafts asked for; what is no measurement is ignored."""
         if n < 1 or not 0 <= seconds <= MAX_SECONDS:
             return
         expected = self.seconds(n)
+        if context and self.seen:
+            a_token_s = max(seconds - expected, 0.0) / context
+            rate = CONTEXT_RATE if self.context_s else 1.0
+            self.context_s += rate * (a_token_s - self.context_s)
+            # What is left says little: never that another drafter's pace begins.
+            seconds = max(seconds - self.context_s * context, expected / ANEW)
         quick = seconds < (expected if not self.known else expected / ANEW)
         anew = quick or not self.seen
         if not anew:

@@ -67,12 +67,14 @@ class Asking:
         for sequence, tokens in zip(sequences, wanted, strict=True):
             sequence.wanted = tokens
 
-        def hopeful(sequence: Sequence) -> bool:
-            """Whether a draft is asked for whatever the last ones were worth."""
-            return sequence.probed or planner.taken_at_its_word(sequence)
-
         asked: set[Sequence] = set()
         for at, name in enumerate(names):
+            known = costs[at].known
+
+            def hopeful(sequence: Sequence, known: bool = known) -> bool:
+                """Whether a draft is asked for whatever the last ones were worth."""
+                return not known or sequence.probed or planner.taken_at_its_word(sequence)
+
             asking = [s for s, by in zip(sequences, whose, strict=True) if s.wanted and by == at]
             asked.update(self._desk.ask(self._drafters[name], asking, hopeful))
         for sequence in sequences:  # also those for whom a budget was short are unasked

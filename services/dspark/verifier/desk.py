@@ -112,6 +112,8 @@ class DraftDesk:
             requests.append(request)
             sequence.asked = Asked(request, errand, tries, hopeful)
             errand.left[sequence.session] = self._sequences[sequence.session] = sequence
+            # A round tells a block and the token after it.
+            errand.context += max(len(request.tokens) - 2 - source.card.gamma, 0)
         self._errands.append(errand)
         try:
             source.ask(requests)
@@ -270,16 +272,22 @@ class DraftDesk:
         source = self._drafters.get(errand.source)
         if source is None:
             return 0.0, 0.0
-        return source.cost.seconds(errand.n), source.cost.deviation
+        return source.cost.seconds(errand.n, errand.context), source.cost.deviation
 
     def give_up(self, sequences: Iterable[Sequence]) -> None:
-        """Their rounds go on without drafts; replies that still come are late. That it took so long
-        is what is learnt of their drafter, or it would look as quick as ever."""
+        """Their rounds go on without drafts; replies that still come are late. What took longer
+        than it should has saved nothing, and that it took so long is what is learnt of its drafter,
+        or it would look as quick as ever. A round that is given up before says nothing of
+        either."""
         now = self._clock()
         for sequence in list(sequences):
-            if sequence.asked is not None:
-                self.answers["given up"] += 1
-                self._over(sequence, now, given_up=True)
+            if sequence.asked is None:
+                continue
+            self.answers["given up"] += 1
+            errand = sequence.asked.errand
+            overdue = now - errand.at >= self.cost_s(errand)[0]
+            self._over(sequence, now, given_up=True)
+            if overdue:
                 sequence.saved_nothing()
 
     def forget(self, sequence: Sequence) -> None:
@@ -310,9 +318,13 @@ class DraftDesk:
 def _learn_cost(source: Source, errand: Errand, seconds: float, *, given_up: bool = False) -> None:
     """An errand is over. Without a draft it may have taken no time at all: that makes a drafter no
     quicker, but it may make it slower."""
-    if not (errand.drafted or given_up):
-        seconds = max(seconds, source.cost.seconds(errand.n))
-    source.cost.observe(errand.n, seconds)
+    expected = source.cost.seconds(errand.n, errand.context)
+    if given_up and seconds < expected:
+        return
+    if errand.drafted:
+        source.cost.observe(errand.n, seconds, errand.context)
+    else:
+        source.cost.observe(errand.n, max(seconds, expected))
 
 
 def _block(sequence: Sequence, source: Source) -> int:

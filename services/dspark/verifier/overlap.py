@@ -150,8 +150,9 @@ def groups(now: int, R: int, rates: Rates) -> int:
     return 1 if rates.one > (1 + CLEARLY) * rates.two else 2
 
 
-def pays(awaited: Awaited, beside: Load, T: StepSeconds) -> bool:
+def pays(awaited: Awaited, beside: Load, T: StepSeconds, slack: float = 0.0) -> bool:
     """Whether to wait on for drafts rather than step their sequences plainly with what is ready.
+    slack: the share of tokens a second that waiting may fall short by.
 
     Tokens a second: with drafts they commit `tokens` by the end of δ + T, plainly R by the end of
     a step without. Of what is ready prompts are left out of both times: they are computed once,
@@ -161,7 +162,8 @@ def pays(awaited: Awaited, beside: Load, T: StepSeconds) -> bool:
     load = awaited.load
     plain_s = T(beside.decoding + load.plain)
     drafts_s = T(beside + load) - T(beside + load.plain)
-    return awaited.tokens * plain_s >= load.R * (awaited.remaining_s + plain_s + drafts_s)
+    rounds_s = awaited.remaining_s + plain_s + drafts_s
+    return (1 + slack) * awaited.tokens * plain_s >= load.R * rounds_s
 
 
 def joining(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds) -> float:
@@ -197,9 +199,10 @@ def decide(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds, *, full: bo
     """What to do now with what is ready and what is under way.
 
     Given up are late ones that do not pay any more, and with nothing ready the next ones to come if
-    they do not: until they are here the engine stands still. Those behind them are not judged yet:
-    what is stepped in between may hide their wait. Whoever gives up looks again with them ready.
-    full: as many as a group holds are ready, so none could join.
+    they clearly do not: until they are here the engine stands still, but they were asked for
+    because they pay, by other means of the same past. Those behind them are not judged yet: what
+    is stepped in between may hide their wait. Whoever gives up looks again with them ready. full:
+    as many as a group holds are ready, so none could join.
     """
     if not awaited:
         return Decision()
@@ -209,7 +212,11 @@ def decide(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds, *, full: bo
         for i, one in enumerate(awaited)
         if one.late or (ready.load.empty and i == first and not one.hopeful)
     ]
-    given_up = tuple(i for i in judged if not pays(awaited[i], ready.load, T))
+    given_up = tuple(
+        i
+        for i in judged
+        if not pays(awaited[i], ready.load, T, 0.0 if awaited[i].late else CLEARLY)
+    )
     if given_up:
         return Decision(0.0, given_up)
     if ready.load.empty:

@@ -44,7 +44,8 @@ class DraftInHand:
 class Errand:
     """Drafts asked of one source together. at: seconds on the engine's clock. n: how many; left:
     sequences that still wait, by session. idle_s: that the engine stood still meanwhile. drafted:
-    tokens that came; a reply without any may have been made in no time."""
+    tokens that came; a reply without any may have been made in no time. context: tokens that were
+    told beyond those of a round, of prompts mostly."""
 
     source: str
     at: float
@@ -52,12 +53,13 @@ class Errand:
     left: dict[str, Sequence] = field(default_factory=dict)
     idle_s: float = 0.0
     drafted: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A round whose draft is under way. tries: times it was asked for. hopeful: asked to learn what
-    it is worth, so the best is expected of it."""
+    it is worth or what it takes, so the best is expected of it."""
 
     request: DraftRequest
     errand: Errand

@@ -154,9 +154,9 @@ class LinkSource:
                 self._faults["malformed"] += 1
                 continue
             if request is not None:
-                # Replies ring in turn: of m replies and k rings the i-th came with ring ⌊i·k/m⌋.
-                came = rings[i * len(rings) // len(said)] if rings else now
-                replies.append((request, answer, min(came, now)))
+                replies.append(
+                    (request, answer, min(_rung(rings, len(said) - i, len(said), now), now))
+                )
         return replies
 
     def _asked_by(
@@ -178,6 +178,13 @@ class LinkSource:
             self.link.close(session)
         except Exception:
             self._faults["raised"] += 1
+
+
+def _rung(rings: Sequence[float], nth_last: int, replies: int, now: float) -> float:
+    """When the nth of `replies` from the end came. They ring in turn, so of m replies and k rings
+    the nth from the end came with ring 1 + ⌊(n − 1)·k/m⌋ from the end. From the end: a reply that
+    is read just before it rings leaves a ring behind, which is older than what rings next."""
+    return rings[-1 - (nth_last - 1) * len(rings) // replies] if rings else now
 
 
 Source = LocalSource | LinkSource
