@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -150,18 +151,14 @@ def test_to_wait_on_pays_by_tokens_a_second(one: Awaited, beside: Load, T: StepS
 
 
 @few
-@given(st.integers(1, 32), st.floats(0, 8), costs())
-def test_what_was_asked_for_because_it_pays_is_not_given_up_at_once(
-    R: int, gains: float, T: StepSeconds
+@given(ready_loads, loads, st.floats(1, 9), st.floats(SHORTEST_S, 1), st.floats(0, 1), costs())
+def test_what_was_asked_for_because_it_pays_is_not_given_up_before_it_is_late(
+    ready: Load, load: Load, tokens: float, D: float, saving: float, T: StepSeconds
 ) -> None:
-    """askers: Σ saving > D with a request's saving gains / θ0 - its part of what its drafts add."""
-    load = Load(R=R, drafts=4.0 * R)
-    theta0 = R / T(load.plain)
-    saved = R * gains / theta0 - (T(load) - T(load.plain))
-    for D in (0.5 * saved, 0.99 * saved):
-        if D > SHORTEST_S:
-            asked = Awaited(load, R * (1 + gains), D)
-            assert pays(asked, Load(), T)
+    """Whatever else the past says of its drafts: asked for and given up by turns they would never
+    come. Where it does not pay any more, as its wait was hidden by what is no more, it is."""
+    told = decide(Ready(ready), [Awaited(load, tokens, D, saving_s=saving)], T, full=False)
+    assert bool(told.given_up) == (ready.empty and saving < D)
 
 
 # --- how long is left -----------------------------------------------------------------------------
@@ -194,13 +191,13 @@ def test_every_wait_ends(
 ) -> None:
     """A reply that never comes, looked at whenever the last wait is over: after so and so many
     looks it is given up, or what is ready is stepped."""
-    hopeful = data.draw(st.booleans())
+    hopeful, saving = data.draw(st.booleans()), data.draw(st.floats(0, 1))
     elapsed = 0.0
     # Waiting pays while each · T(plain) ≥ δ + T, and then a look takes as long again.
     bound = 2 * (expected + deviation + each * T(ready + load.plain) + T(ready)) + 4 * SHORTEST_S
     for _ in range(100):
         left, late = remaining(expected, deviation, elapsed)
-        one = Awaited(load, each * load.R, left, late, hopeful)
+        one = Awaited(load, each * load.R, left, late, math.inf if hopeful else saving)
         told = decide(Ready(ready), [one], T, full=False)
         if not told.wait_s:
             break
@@ -212,7 +209,7 @@ def test_every_wait_ends(
 def test_late_ones_are_judged_and_the_first_where_nothing_is_ready() -> None:
     T: StepSeconds = lambda load: 0.0 if load.empty else 0.01 + 0.001 * load.R  # noqa: E731
     quick = Awaited(Load(R=2, drafts=4), 6.0, 0.001)
-    never = Awaited(Load(R=2, drafts=4), 6.0, 10.0)
+    never = Awaited(Load(R=2, drafts=4), 6.0, 10.0, saving_s=0.01)
     none, some = Ready(), Ready(Load(R=3), 3.0)
     assert decide(none, [], T, full=False) == Decision()
     assert decide(none, [quick], T, full=False) == Decision(0.001)
@@ -220,8 +217,8 @@ def test_late_ones_are_judged_and_the_first_where_nothing_is_ready() -> None:
     assert decide(none, [quick, never], T, full=False) == Decision(0.001), "not its turn yet"
     assert decide(some, [never], T, full=False) == Decision(), "hidden behind what is ready"
     assert decide(some, [replace(never, late=True)], T, full=False) == Decision(0.0, (0,))
-    assert decide(none, [replace(never, hopeful=True)], T, full=False) == Decision(10.0)
-    both = [replace(never, late=True, hopeful=True), quick]
+    assert decide(none, [replace(never, saving_s=math.inf)], T, full=False) == Decision(10.0)
+    both = [replace(never, late=True, saving_s=math.inf), quick]
     assert decide(none, both, T, full=False) == Decision(0.0, (0,))
 
 

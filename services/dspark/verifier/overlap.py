@@ -10,6 +10,7 @@ worse than one that lies about q.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -83,14 +84,14 @@ class Ready:
 class Awaited:
     """Sequences whose drafts were asked for together. load: of the step that verifies them. tokens:
     that it should commit. remaining_s: until they are here. late: it takes longer than it ever
-    should. hopeful: they were asked for whatever they are worth, to learn it or because an operator
-    said so; it is kept to until they are late."""
+    should. saving_s: what they save a round, as it was when they were asked for; infinite where
+    they were whatever they are worth, to learn it or because an operator said so."""
 
     load: Load
     tokens: float
     remaining_s: float
     late: bool = False
-    hopeful: bool = False
+    saving_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +151,18 @@ def groups(now: int, R: int, rates: Rates) -> int:
     return 1 if rates.one > (1 + CLEARLY) * rates.two else 2
 
 
-def pays(awaited: Awaited, beside: Load, T: StepSeconds, slack: float = 0.0) -> bool:
-    """Whether to wait on for drafts rather than step their sequences plainly with what is ready.
-    slack: the share of tokens a second that waiting may fall short by.
+def pays(awaited: Awaited, beside: Load, T: StepSeconds) -> bool:
+    """Whether to wait on for drafts that are late rather than step their sequences plainly with
+    what is ready.
 
     Tokens a second: with drafts they commit `tokens` by the end of δ + T, plainly R by the end of
     a step without. Of what is ready prompts are left out of both times: they are computed once,
-    whatever is waited for. With δ = D and nothing beside it is the rule by which drafts are asked
-    for (`askers`): Σ saving > D, so what was just asked for is not given up at once.
+    whatever is waited for.
     """
     load = awaited.load
     plain_s = T(beside.decoding + load.plain)
     drafts_s = T(beside + load) - T(beside + load.plain)
-    rounds_s = awaited.remaining_s + plain_s + drafts_s
-    return (1 + slack) * awaited.tokens * plain_s >= load.R * rounds_s
+    return awaited.tokens * plain_s >= load.R * (awaited.remaining_s + plain_s + drafts_s)
 
 
 def joining(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds) -> float:
@@ -199,24 +198,22 @@ def decide(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds, *, full: bo
     """What to do now with what is ready and what is under way.
 
     Given up are late ones that do not pay any more, and with nothing ready the next ones to come if
-    they clearly do not: until they are here the engine stands still, but they were asked for
-    because they pay, by other means of the same past. Those behind them are not judged yet: what
-    is stepped in between may hide their wait. Whoever gives up looks again with them ready. full:
-    as many as a group holds are ready, so none could join.
+    they do not: until they are here the engine stands still. Those are judged by the rule and the
+    numbers by which they were asked for; other means of the same past would ask for them and give
+    them up by turns. Those behind them are not judged yet: what is stepped in between may hide
+    their wait. Whoever gives up looks again with them ready. full: as many as a group holds are
+    ready, so none could join.
     """
     if not awaited:
         return Decision()
     first = min(range(len(awaited)), key=lambda i: awaited[i].remaining_s)
-    judged = [
-        i
-        for i, one in enumerate(awaited)
-        if one.late or (ready.load.empty and i == first and not one.hopeful)
-    ]
-    given_up = tuple(
-        i
-        for i in judged
-        if not pays(awaited[i], ready.load, T, 0.0 if awaited[i].late else CLEARLY)
-    )
+
+    def gives_up(one: Awaited, *, next_: bool) -> bool:
+        if one.late:
+            return not pays(one, ready.load, T)
+        return ready.load.empty and next_ and one.saving_s < one.remaining_s
+
+    given_up = tuple(i for i, one in enumerate(awaited) if gives_up(one, next_=i == first))
     if given_up:
         return Decision(0.0, given_up)
     if ready.load.empty:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from math import ceil
 
 from dspark.scheduler import OnlineStepCost
 from dspark.verifier.batcher import Item
@@ -53,7 +53,7 @@ class Pacing:
         beside = work_of([s for s in going if not s.linked])
         told = rates(work_of(linked), beside, self.seconds, self._draft_seconds(linked))
         self.groups = groups(self.groups, R, told)
-        return None if self.groups == 1 else ceil(R / self.groups)
+        return None if self.groups == 1 else math.ceil(R / self.groups)
 
     def decide(
         self, items: Iterable[Item], most_linked: int | None
@@ -81,8 +81,9 @@ class Pacing:
         remaining_s, late = remaining(mean_s, deviation_s, elapsed_s)
         sequences = [s for s in errand.left.values() if not s.paused]
         hopeful = any(s.asked is not None and s.asked.hopeful for s in sequences)
+        saving_s = math.inf if hopeful else sum(s.expected_saving_s for s in sequences)
         work = work_of(sequences)
-        return Awaited(work.load, work.tokens, remaining_s, late, hopeful)
+        return Awaited(work.load, work.tokens, remaining_s, late, saving_s)
 
     def hidden_s(self, others: Iterable[Sequence], prefill: int) -> float:
         """Seconds of drafting that pass behind other work: a step of the other group, if they take
@@ -106,7 +107,9 @@ class Pacing:
             for name, count in parts.items()
             if (source := self._drafters.get(name)) is not None
         ]
-        return lambda n: max((cost.seconds(ceil(n * part)) for cost, part in costs), default=0.0)
+        return lambda n: max(
+            (cost.seconds(math.ceil(n * part)) for cost, part in costs), default=0.0
+        )
 
 
 def work_of(sequences: Collection[Sequence]) -> Work:
