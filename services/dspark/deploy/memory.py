@@ -1,7 +1,7 @@
 """Whether the KV cache fits into the memory there is.
 
-On a CPU its memory is taken as it is first used, so a cache that is too large is found hours later,
-by the kernel, which kills. Hence the look at the start.
+On a CPU the system promises more memory than there is and kills whoever uses it, so what is too
+large is found before it is taken.
 """
 
 from __future__ import annotations

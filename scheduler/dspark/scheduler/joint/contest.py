@@ -9,12 +9,15 @@ import numpy as np
 
 from dspark.scheduler.joint.demand import Demand
 from dspark.scheduler.joint.outlook import Cluster, Outlook
+from dspark.scheduler.joint.problem import Problem
 from dspark.scheduler.joint.shares import (
     LEAN_S,
     Contest,
+    fitted,
     leaned,
     mixes,
     own_shares,
+    paid,
     shares_with_floors,
     token_shares,
 )
@@ -27,8 +30,8 @@ TURNS = 8
 SAMPLE = 256
 # Times that a mix is corrected until tokens come as shares say.
 _MIXINGS = 4
-# Ways between each verifier's own shares (0) and those of the linear program (1); another than the
-# last is taken if it is better by more than STAY.
+# Ways between each verifier's own shares (0) and those of the linear program (1). What is less than
+# STAY is no difference between them.
 BLENDS = (0.0, 0.5, 1.0)
 STAY = 0.005
 
@@ -113,29 +116,40 @@ def alone(outlook: Outlook, demand: Demand, f: FloatArray) -> FloatArray:
     return theta
 
 
-def settled(demand: Demand, f: FloatArray, contested: Contested, shares: FloatArray) -> FloatArray:
-    """Θ [n] of the contested verifiers once their tokens come by `shares` [c].
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """theta: [n] Θ of the contested verifiers. tokens: [I] tokens a second of the contenders."""
+
+    theta: FloatArray
+    tokens: FloatArray
+
+
+def settled(problem: Problem, f: FloatArray, contested: Contested, shares: FloatArray) -> Settled:
+    """The contested verifiers once their tokens come by `shares` [c], f: [V] as it is.
 
     Finds the mix of requests whose tokens are shared so, as requests whose drafts stand bring more.
+    A tenant fills no more of it than its requests can; what it leaves is the others', as admission
+    waits for nobody (`FairQueue`).
     """
     contest, at = contested.contest, contested.at
-    here = demand.rows(at)
-    inside = np.searchsorted(demand.cells(at), contested.cells)
+    here = problem.whole.rows(at)
+    inside = np.searchsorted(problem.whole.cells(at), contested.cells)
     mix = here.mix.copy()
     ones = np.ones(len(at))
-    tau = np.ones(len(contested.cells))
+    enough = here.plain * (1.0 + problem.smallest_gain * f[at])
+    tau = np.ones(len(mix))
     theta = here.plain
     for _ in range(_MIXINGS):
-        y = shares / tau
-        mix[inside] = y * (contest.room / np.add.reduceat(y, contest.starts))[contest.of]
+        mix[inside] = fitted(contest, shares / tau[inside])
         count = here.count(mix)
         best = here.best(count, f[at], ones)
-        drafting = best.theta > here.plain
-        theta = np.maximum(best.theta, here.plain)
+        drafting = best.theta > enough
+        theta = np.where(drafting, best.theta, here.plain)
         share = admitted(count * f[at][:, None], best.K)
-        gain = here.gains(share) * (f[at] * drafting)[here.of]
-        tau = 1.0 + gain[inside]
-    return theta
+        tau = 1.0 + here.gains(share) * (f[at] * drafting)[here.of]
+    rate = mix * tau
+    rate *= (theta / here.each(rate))[here.of]
+    return Settled(theta, summed(contest.tenant, rate[inside], len(contested.tenants)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,10 +168,11 @@ def configured(cluster: Cluster, outlook: Outlook) -> FloatArray:
 
 
 def award_shares(
-    cluster: Cluster, outlook: Outlook, demand: Demand, f: FloatArray, theta: FloatArray
+    cluster: Cluster, outlook: Outlook, problem: Problem, f: FloatArray, theta: FloatArray
 ) -> tuple[Award, Outlook]:
-    """Shares for each verifier, and the outlook with what was learnt. demand: all that could be
-    drafted; f: [V] part of it that can be; theta: [V] tokens a second that verifiers make."""
+    """Shares for each verifier, and the outlook with what was learnt. f: [V] part of what could be
+    drafted that can be; theta: [V] tokens a second that verifiers make."""
+    demand = problem.whole
     if not contenders(outlook, demand):
         fade = math.exp(-outlook.interval_s / LEAN_S)
         lean = {tenant: value * fade for tenant, value in outlook.lean.items()}
@@ -187,7 +202,7 @@ def award_shares(
     own, linear = own_shares(contest, aim), token_shares(contest, y)
     blend = outlook.blend
     if len(contested.at) <= SAMPLE or outlook.plans % TURNS == 0:
-        blend = _blend(demand, f, contested, own, linear, blend)
+        blend = _blend(problem, f, contested, aim, (own, linear), blend)
     x = (1.0 - blend) * own + blend * linear
     learnt = replace(
         outlook,
@@ -216,19 +231,29 @@ def _beside_others(
 
 
 def _blend(
-    demand: Demand,
+    problem: Problem,
     f: FloatArray,
     contested: Contested,
-    own: FloatArray,
-    linear: FloatArray,
+    aim: FloatArray,
+    shares: tuple[FloatArray, FloatArray],
     before: float,
 ) -> float:
     """How far to go from each verifier's own shares to the linear program's. The program takes Θ of
-    a mix for a mean of Θ's; here steps are searched with the tenants mixed."""
+    a mix for a mean of Θ's; here steps are searched with the tenants mixed. aim: [I], Σ = 1.
+
+    The most tokens of the ways that bring tenants the most of what is due to them; `before` if it
+    is as good. Own shares may make more where one tenant cannot fill them and others have the rest,
+    but over the whole cluster those are not the shares any more.
+    """
     sample, cells = contested.sample(SAMPLE)
-    made = {}
-    for blend in BLENDS:
-        x = (1.0 - blend) * own[cells] + blend * linear[cells]
-        made[blend] = float(settled(demand, f, sample, x).sum())
-    best = max(made, key=lambda blend: made[blend])
-    return before if made[before] >= made[best] * (1.0 - STAY) else best
+    own, linear = (x[cells] for x in shares)
+    made = {
+        blend: settled(problem, f, sample, (1.0 - blend) * own + blend * linear) for blend in BLENDS
+    }
+    most = max(float(way.tokens.sum()) for way in made.values())
+    due = {blend: paid(way.tokens, aim, most) for blend, way in made.items()}
+    theta = {blend: float(way.theta.sum()) for blend, way in made.items()}
+    fair = [blend for blend in BLENDS if due[blend] >= max(due.values()) * (1.0 - STAY)]
+    best = max(fair, key=lambda blend: theta[blend])
+    stays = before in fair and theta[before] >= theta[best] * (1.0 - STAY)
+    return before if stays else best

@@ -60,10 +60,12 @@ class JointPlan:
 @dataclass(frozen=True, slots=True)
 class Objective:
     """Σ_v Θ_v in tokens a second: of the requests that run now, and once admission has made the mix
-    of tenants what the shares say."""
+    of tenants what the shares say, as far as their requests fill it. tokens: what of that each
+    tenant gets that wants more than it does; none if settled is now."""
 
     now: float
     settled: float
+    tokens: Mapping[str, float] = field(default_factory=dict)
 
 
 def plan_jointly(
@@ -76,7 +78,7 @@ def plan_jointly(
     problem = Problem.of_outlook(outlook, cluster, smallest_gain)
     split, choice = problem.split_centrally()
     chosen = problem.with_floors(split.f, choice)
-    award, outlook = award_shares(cluster, outlook, problem.whole, split.f, chosen.theta)
+    award, outlook = award_shares(cluster, outlook, problem, split.f, chosen.theta)
     fading = np.where(chosen.reached > AMPLE, 0.9, 1.0)[outlook.of]
     granted = split.granted(problem.links, problem.asked[problem.links.at])
     outlook = replace(
@@ -96,16 +98,17 @@ def plan_jointly(
 def objective(
     cluster: Cluster, outlook: Outlook, plan: JointPlan, smallest_gain: float = SMALLEST_GAIN
 ) -> Objective:
-    """Of a plan and the outlook that came with it."""
+    """Of a plan and the outlook that came with it, with the drafters split as it says also when
+    settled. Where a verifier is told no shares it keeps the tenants' by itself."""
     problem = Problem.of_outlook(outlook, cluster, smallest_gain)
     plans = [plan.verifiers[name] for name in outlook.verifiers]
-    shares = [
-        plans[v].shares.get(outlook.tenants[i], 0.0)
-        for v, i in zip(outlook.of.tolist(), outlook.tenant.tolist(), strict=True)
-    ]
+    shares = configured(cluster, outlook)[outlook.tenant]
+    for c, (v, i) in enumerate(zip(outlook.of.tolist(), outlook.tenant.tolist(), strict=True)):
+        if plans[v].shares:
+            shares[c] = plans[v].shares.get(outlook.tenants[i], 0.0)
     f = np.array([own.drafted for own in plans])
     theta = np.array([own.throughput for own in plans])
-    return _objective(outlook, problem, f, theta, np.array(shares))
+    return _objective(outlook, problem, f, theta, shares)
 
 
 def local_objective(
@@ -134,8 +137,13 @@ def _objective(
     contested = Contested.of_outlook(outlook, problem.whole, outlook.alone)
     x = shares[contested.cells]
     x = x / np.add.reduceat(x, contested.contest.starts)[contested.contest.of]
-    elsewhere = now - float(theta[contested.at].sum())
-    return Objective(now, elsewhere + float(settled(problem.whole, f, contested, x).sum()))
+    then = settled(problem, f, contested, x)
+    names = [outlook.tenants[i] for i in contested.tenants]
+    return Objective(
+        now=now,
+        settled=now + float((then.theta - theta[contested.at]).sum()),
+        tokens=dict(zip(names, then.tokens.tolist(), strict=True)),
+    )
 
 
 def _written(

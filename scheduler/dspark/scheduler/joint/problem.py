@@ -16,6 +16,7 @@ from dspark.scheduler.joint.pools import (
     Links,
     Split,
     central,
+    equal_parts,
     first_come,
     unbounded,
 )
@@ -105,11 +106,11 @@ class Problem:
         if needed.any() or V > FEW_VERIFIERS:
             return split, choice
         # Levels are few and stairs are steep: nobody planning may, rarely, hit on a better split.
-        other = first_come(links, levels, asked, V)
-        as_found = self.choose(other.f)
-        if as_found.theta.sum() > choice.theta.sum():
-            return other, as_found
-        return split, choice
+        found = [(split, choice)]
+        for local in (first_come, equal_parts):
+            other = local(links, levels, asked, V)
+            found.append((other, self.choose(other.f)))
+        return max(found, key=lambda one: float(one[1].theta.sum()))
 
     def split_locally(self, local: LocalSplit) -> tuple[Split, Floored]:
         links, V = self.links, len(self.demand.R)

@@ -81,7 +81,7 @@ def mixes(contest: Contest, sigma: FloatArray, prices: FloatArray) -> tuple[Floa
         for _ in range(ROUNDS if cold else WARM_ROUNDS):
             score = (prices[contest.tenant] + log_theta) / epsilon + log_sigma[contest.tenant]
             score -= np.maximum.reduceat(score, contest.starts)[contest.of]
-            y = _fitted(contest, np.maximum(np.exp(score), _LEAST))
+            y = fitted(contest, np.exp(score))
             tokens = summed(contest.tenant, y * contest.theta, len(sigma))
             short = log_sigma - np.log(np.maximum(tokens, _LEAST) / tokens.sum())
             if np.abs(short).max() < CLOSE:
@@ -107,6 +107,13 @@ def own_shares(contest: Contest, sigma: FloatArray) -> FloatArray:
     return x
 
 
+def paid(tokens: FloatArray, sigma: FloatArray, most: float) -> float:
+    """Of tokens [I], those that are due: of each tenant no more than its share of `most`, a rate
+    that is the same for all that is compared. What one tenant has beyond that makes up for nothing
+    that another lacks."""
+    return float(np.minimum(tokens, sigma * most).sum())
+
+
 def leaned(lean: FloatArray, sigma: FloatArray, served: FloatArray, seconds: float) -> FloatArray:
     """Corrections [I], logs on shares, after `seconds` in which served [I] tokens a second came."""
     if served.sum() <= 0:
@@ -117,8 +124,9 @@ def leaned(lean: FloatArray, sigma: FloatArray, served: FloatArray, seconds: flo
     return lean
 
 
-def _fitted(contest: Contest, y: FloatArray) -> FloatArray:
+def fitted(contest: Contest, y: FloatArray) -> FloatArray:
     """y scaled so that each verifier's cells fill its room, none above its most."""
+    y = np.maximum(y, _LEAST)
     total = np.add.reduceat(y, contest.starts)
     y = y * (contest.room / total)[contest.of]
     for _ in range(4):
