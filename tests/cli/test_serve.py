@@ -194,6 +194,11 @@ def test_the_ready_line_names_both_addresses(server: Server) -> None:
     assert not refused(server.grpc)
 
 
+def test_it_says_what_auto_has_come_to(server: Server) -> None:
+    (line,) = [line for line in server.stderr.splitlines() if "; drafter " in line]
+    assert re.search(r"backend \S.*, \d+ threads; drafter ngram\S*, up to \d+ tokens", line)
+
+
 def test_the_command_to_paste_works(server: Server) -> None:
     """Its first event is enough: the whole answer is as long as the context."""
     process = subprocess.Popen(["sh", "-c", f"exec {server.paste}"], stdout=subprocess.PIPE)

@@ -17,6 +17,7 @@ from dspark.cli.console import load_with_progress, say
 if TYPE_CHECKING:
     from dspark.deploy.serve import Running
     from dspark.deploy.serve_config import ServeConfig
+    from dspark.deploy.single import Loaded
 
 SERVER = "Server"
 
@@ -142,6 +143,7 @@ def serve(
 
     access = server.access(config)
     loaded = load_with_progress(config.target())
+    say(_made_of(loaded))
 
     def ready(servers: Running) -> None:
         _tell(config, servers, chats=loaded.tokenizer.has_chat_template)
@@ -159,6 +161,16 @@ def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.Loop
+
+
+def _made_of(loaded: Loaded) -> str:
+    """What `auto` has come to, for backend and drafter."""
+    cards = [drafter.card for drafter in loaded.engine.drafters.values()]
+    drafters = [f"{card.drafter_id}, up to {card.gamma} tokens a draft" for card in cards]
+    return (
+        f"backend {loaded.engine.backend_name}, {loaded.threads} threads; "
+        f"drafter {' and '.join(drafters) or 'none'}"
+    )
 
 
 def _tell(config: ServeConfig, servers: Running, *, chats: bool) -> None:
