@@ -32,7 +32,8 @@ SAMPLE = 256
 _MIXINGS = 4
 # Ways between each verifier's own shares (0) and those of the linear program (1). What is less than
 # STAY is no difference between them.
-BLENDS = (0.0, 0.5, 1.0)
+OWN = 0.0
+BLENDS = (OWN, 0.5, 1.0)
 STAY = 0.005
 
 
@@ -241,17 +242,18 @@ def _blend(
     """How far to go from each verifier's own shares to the linear program's. The program takes Θ of
     a mix for a mean of Θ's; here steps are searched with the tenants mixed. aim: [I], Σ = 1.
 
-    The most tokens of the ways that bring tenants the most of what is due to them; `before` if it
-    is as good. Own shares may make more where one tenant cannot fill them and others have the rest,
-    but over the whole cluster those are not the shares any more.
+    The most tokens of the ways that bring tenants the most of what is due to them, which is their
+    share of what own shares make; `before` if it is as good. These may make more than the program
+    where one tenant cannot fill its own and others have the rest, but over the whole cluster those
+    are not the shares any more.
     """
     sample, cells = contested.sample(SAMPLE)
     own, linear = (x[cells] for x in shares)
     made = {
         blend: settled(problem, f, sample, (1.0 - blend) * own + blend * linear) for blend in BLENDS
     }
-    most = max(float(way.tokens.sum()) for way in made.values())
-    due = {blend: paid(way.tokens, aim, most) for blend, way in made.items()}
+    anyway = float(made[OWN].tokens.sum())
+    due = {blend: paid(way.tokens, aim * anyway) for blend, way in made.items()}
     theta = {blend: float(way.theta.sum()) for blend, way in made.items()}
     fair = [blend for blend in BLENDS if due[blend] >= max(due.values()) * (1.0 - STAY)]
     best = max(fair, key=lambda blend: theta[blend])

@@ -107,11 +107,10 @@ def own_shares(contest: Contest, sigma: FloatArray) -> FloatArray:
     return x
 
 
-def paid(tokens: FloatArray, sigma: FloatArray, most: float) -> float:
-    """Of tokens [I], those that are due: of each tenant no more than its share of `most`, a rate
-    that is the same for all that is compared. What one tenant has beyond that makes up for nothing
-    that another lacks."""
-    return float(np.minimum(tokens, sigma * most).sum())
+def paid(tokens: FloatArray, due: FloatArray) -> float:
+    """What of tokens [I] is due [I]: what one tenant has beyond that makes up for nothing that
+    another lacks."""
+    return float(np.minimum(tokens, due).sum())
 
 
 def leaned(lean: FloatArray, sigma: FloatArray, served: FloatArray, seconds: float) -> FloatArray:
@@ -130,6 +129,8 @@ def fitted(contest: Contest, y: FloatArray) -> FloatArray:
     total = np.add.reduceat(y, contest.starts)
     y = y * (contest.room / total)[contest.of]
     for _ in range(4):
+        if (y <= contest.most).all():
+            break
         full = y >= contest.most
         taken = np.add.reduceat(np.where(full, contest.most, 0.0), contest.starts)
         free = np.add.reduceat(np.where(full, 0.0, y), contest.starts)
