@@ -233,14 +233,18 @@ int dn_allocate(dn_model *model, int64_t blocks) {
       model->keys.emplace_back(bytes);
       model->values.emplace_back(bytes);
     }
-    // A step that writes a block for the first time would wait for its pages: for huge ones on a
-    // machine whose memory is full of files 2 ms a MB, half the time of a prompt's step.
+    // A step that writes a block for the first time would wait for its pages, for huge ones on a
+    // machine whose memory is full of files 2 ms a MB.
     std::atomic<bool> there{true};
     model->pool->run({{2 * model->config.layers, [&](int item, int) {
                          const auto &pools = item % 2 ? model->values : model->keys;
                          if (!pools[item / 2].take()) there = false;
                        }}});
-    if (!there) throw std::bad_alloc();
+    if (!there) {
+      model->keys.clear();
+      model->values.clear();
+      throw std::bad_alloc();
+    }
     model->blocks = blocks;
   });
 }
