@@ -7,7 +7,8 @@ with one thread. In every run 16 streams (half greedy, half seeded) are under wa
 comes. Each answer is compared with the one of an undisturbed run; where it differs, `differs` says
 so beside `differs_undisturbed`, of two undisturbed runs: on backends whose kernels depend on the
 batch near-ties can fall either way. Stalls are the longest pause of a stream after the fault,
-seconds. JSON on stdout, a line a run on stderr.
+seconds; `machine_stall_s` is the longest one of a process meanwhile that does nothing but look at
+the clock: as much no process here could have done better. JSON on stdout, a line a run on stderr.
 """
 
 from __future__ import annotations
@@ -105,6 +106,39 @@ async def say(client: AsyncClient, number: int, tokens: int, stream: Stream) -> 
         stream.error = f"{type(error).__name__}: {error}"
 
 
+# A process that sleeps 5 ms at a time, and tells when it slept much longer: when it woke, for how
+# long it was away. Times are of the clock that all processes share.
+WATCH = """
+import time
+last = time.monotonic()
+while True:
+    time.sleep(0.005)
+    now = time.monotonic()
+    if now - last > 0.05:
+        print(now, now - last, flush=True)
+    last = now
+"""
+
+
+class Watch:
+    """Pauses of the machine itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self._told = folder / "watch.log"
+        with self._told.open("wb") as out:
+            command = until_we_die([sys.executable, "-c", WATCH])
+            self._process = subprocess.Popen(command, stdout=out)
+
+    def longest_since(self, moment: float) -> float:
+        """Of pauses that ended after `moment`, seconds; none below 0.05 is seen."""
+        pauses = [tuple(map(float, line.split())) for line in self._told.read_text().splitlines()]
+        return max((away for woke, away in pauses if woke > moment), default=0.0)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 async def until(holds: Callable[[], bool | Awaitable[bool]], what: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -118,9 +152,10 @@ async def until(holds: Callable[[], bool | Awaitable[bool]], what: str) -> None:
 class Scene:
     """The cluster, and what is done to it. door: in front of the first drafter."""
 
-    def __init__(self, processes: Processes, near: Path, valkey: OwnValkey) -> None:
+    def __init__(self, processes: Processes, near: Path, valkey: OwnValkey, watch: Watch) -> None:
         self.processes = processes
         self.valkey = valkey
+        self.watch = watch
         self.door: Door | None = None
         self._near = near  # a configuration whose drafter is reached through the door
         self.pools: dict[str, list[Replica]] = {}
@@ -242,8 +277,8 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-async def run(scene: Scene, fault: Fault, tokens: int) -> tuple[list[Stream], float]:
-    """16 streams with a fault in their midst; and when it came."""
+async def run(scene: Scene, fault: Fault, tokens: int) -> tuple[list[Stream], float, float]:
+    """16 streams with a fault in their midst; when it came; the machine's own pause after it."""
     gateways = [replica.address for replica in scene.pools["gateway"]]
     streams = [Stream() for _ in range(STREAMS)]
     async with AsyncExitStack() as stack:
@@ -258,9 +293,10 @@ async def run(scene: Scene, fault: Fault, tokens: int) -> tuple[list[Stream], fl
         moment = time.monotonic()
         heal = await fault(scene)
         await asyncio.gather(*tasks)
+    paused = scene.watch.longest_since(moment)
     await heal()
     await scene.whole()
-    return streams, moment
+    return streams, moment, paused
 
 
 async def prefill_rate(scene: Scene) -> float:
@@ -313,7 +349,7 @@ async def scene(arguments: argparse.Namespace, **more: Any) -> AsyncIterator[Sce
         told = yaml.safe_load(processes.file.read_text())
         told["drafter"]["advertise"] = "127.0.0.2"
         near.write_text(yaml.safe_dump(told))
-        made = Scene(processes, near, valkey)
+        made = Scene(processes, near, valkey, Watch(Path(folder)))
         try:
             for at in range(2):
                 for pool in ("scheduler", "verifier", "drafter", "gateway"):
@@ -323,6 +359,7 @@ async def scene(arguments: argparse.Namespace, **more: Any) -> AsyncIterator[Sce
         finally:
             if made.door is not None:
                 await made.door.__aexit__(None, None, None)
+            made.watch.kill()
             valkey.kill()
 
 
@@ -334,8 +371,8 @@ def user_cache() -> dict[str, str]:
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     table: dict[str, Any] = {}
     async with scene(arguments) as made:
-        whole, _ = await run(made, nothing, arguments.tokens)
-        again, _ = await run(made, nothing, arguments.tokens)
+        whole, *_ = await run(made, nothing, arguments.tokens)
+        again, *_ = await run(made, nothing, arguments.tokens)
         rate = await prefill_rate(made)
         told = {
             "model": arguments.model,
@@ -350,7 +387,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in arguments.faults.split(","):
             rows = []
             for number in range(arguments.runs):
-                streams, moment = await run(made, FAULTS[name], arguments.tokens)
+                streams, moment, paused = await run(made, FAULTS[name], arguments.tokens)
                 replayed = sum(len(s.ids) for s in streams) / 2
                 rows.append(
                     {
@@ -359,6 +396,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                         "not_contiguous": sum(not s.contiguous for s in streams),
                         "differs": differing(streams, whole),
                         "stall_s": max(s.stall_after(moment) for s in streams),
+                        "machine_stall_s": paused,
                         "stall_p50_s": statistics.median(s.stall_after(moment) for s in streams),
                         "replayed_at_most": replayed,
                     }

@@ -185,7 +185,7 @@ async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                     await stack.enter_async_context(enrol(client, runner, member_of(engine), cost))
                     await planned(engine)
                 else:
-                    engine._tally = None  # as before anybody asked
+                    engine.ledger.close()  # as before anybody asked
                 arms[served].append(
                     await run(runner, next(numbers), arguments.sequences, arguments.tokens)
                 )

@@ -82,7 +82,7 @@ def gateway_s(requests: int, way: str) -> float:
 def step_s(requests: int, way: str) -> float:
     """Processor seconds of a step."""
     engine = toy_engine(ToyBackend(RULE, V), lookup(), clock=time.monotonic, kv_tokens=65_536)
-    engine.traces = None if way == "off" else []
+    engine.traces.wanted = way != "off"
     traceparent = ABOVE if way == "traced" else ""
     for n in range(requests):
         asked = request(f"r{n}", [n % V, 1, 2], greedy(400), traceparent=traceparent)
@@ -92,7 +92,7 @@ def step_s(requests: int, way: str) -> float:
     before, begin = engine.figures.steps, time.process_time()
     for _ in range(60):  # nobody has finished: all of them are in every step
         engine.step()
-        engine.take_traces()
+        engine.traces.take()
     return (time.process_time() - begin) / (engine.figures.steps - before)
 
 
@@ -117,11 +117,11 @@ def told(what: str, found: dict[str, list[float]]) -> None:
 def spans_told() -> None:
     """A run of 64 rounds: its spans in the event loop, and their export in the thread."""
     engine = toy_engine(ToyBackend(RULE, V), lookup(), clock=time.monotonic, kv_tokens=65_536)
-    engine.traces = []
+    engine.traces.wanted = True
     engine.submit(request("r", [1, 2, 3], greedy(300), traceparent=ABOVE))
     while not engine.idle:
         engine.step()
-    (run,) = engine.take_traces()
+    (run,) = engine.traces.take()
     wall = Tracer(print).wall()
     begin, times = time.process_time(), 200
     for _ in range(times):

@@ -30,7 +30,6 @@ from dspark.core.requests import (
     check_request,
 )
 from dspark.core.sequence import SequenceState
-from dspark.core.traces import Round, RunTrace
 from dspark.core.verdicts import Verdict
 from dspark.models.targets.backend import Backend, StepOutput
 from dspark.models.targets.features import FeatureProjection
@@ -45,11 +44,13 @@ from dspark.verifier.flatten import flatten
 from dspark.verifier.guidance import Guidance
 from dspark.verifier.judging import Outcome, judge_step
 from dspark.verifier.kv_cache import KVCache
+from dspark.verifier.ledger import Ledger
 from dspark.verifier.pacing import Pacing
 from dspark.verifier.planning import StepPlanner
 from dspark.verifier.sequence import Sequence
 from dspark.verifier.sources import Bell
-from dspark.verifier.tally import Crowd, FinishedDraft, Tally
+from dspark.verifier.tally import Crowd, Tally
+from dspark.verifier.tracing import Traces
 from dspark.verifier.versions import Versions
 
 Key = tuple[str, int]
@@ -107,14 +108,13 @@ class Engine:
         self._batcher = Batcher(self.cache, config, self.desk.forget)
         self._eos_ids = frozenset(eos_ids)
         self.clock = clock
-        self._tally: Tally | None = None  # until somebody asks for it
-        self._seen_through = 0
+        self.ledger = Ledger(clock)
+        self.traces = Traces(clock)
         self._rng = rng or np.random.default_rng()
         self._sequences: dict[Key, Sequence] = {}
         self._arrivals = 0
         self._events: list[EngineEvent] = []
         self._waits_since: float | None = None
-        self.traces: list[RunTrace] | None = None  # until somebody wants traced runs that are over
         self._began = 0.0  # the step; on the engine's clock
         self._forward_s = 0.0
 
@@ -186,8 +186,7 @@ class Engine:
             gamma=promise.gamma,
             feature_id=promise.feature_id,
         )
-        if self.traces is not None:
-            sequence.trace = RunTrace.of(request, self.clock())
+        sequence.trace = self.traces.begin(request)
         if request.sampling.penalized:
             sequence.counts = TokenCounts.of(request.prompt_ids, state.ids[state.prompt_tokens :])
         self._sequences[key] = sequence
@@ -234,14 +233,11 @@ class Engine:
             verdicts = judge_step(items, step.lengths, output.logits, argmax, self._scratch)
             self._forward_s = clock.laps["forward"] + clock.laps["argmax"]
             self.planner.learn(items, step)
-            if self._tally is not None:
-                self._tally.last_step = [item.sequence.state.request for item in items]
             self._keep_features(items, step.lengths, verdicts, output)
             self._commit(items, step.lengths, verdicts)
             seconds = clock.total  # all of the step's work but drafting, which has its own price
             self.planner.took(step, seconds)
-            if self._tally is not None:
-                self._tally.add_step(step.R, step.P, step.context, seconds - step.seconds)
+            self.ledger.add_step(items, step, seconds)
             self._asking.ask(self.planner, items, self._batcher.running, step)
             self.figures.add_step(clock, step, seconds, self.drafters.spent_s)
         return self.take_events()
@@ -341,9 +337,9 @@ class Engine:
         if item.decoding and index:
             drafted = 0 if sequence.draft is None else len(sequence.draft.draft.ids)
             figures = SpeculationFigures(1, drafted, verified, accepted)
-        self._tally_round(sequence, min(verified, verdict.accepted + 1, stand), accepted, stand)
-        if sequence.trace is not None:
-            self._trace_round(sequence, sequence.trace, figures, stand)
+        judged = min(verified, verdict.accepted + 1, stand)
+        self.ledger.add_round(sequence, judged, accepted, stand)
+        self.traces.add_round(sequence, self._began, self._forward_s, figures, stand)
         sequence.draft = None
         sequence.round += 1
         ids = verdict.ids[:stand]
@@ -357,69 +353,16 @@ class Engine:
         if state.finish is not None:
             self._finish(sequence)
 
-    def _trace_round(
-        self, sequence: Sequence, trace: RunTrace, figures: SpeculationFigures, committed: int
-    ) -> None:
-        draft = sequence.draft
-        trace.cached_tokens = sequence.state.cached or 0
-        trace.add(
-            Round(
-                sequence.round,
-                self._began,
-                self.clock(),
-                self._forward_s,
-                None if draft is None else draft.asked_at,
-                None if draft is None else draft.answered_at,
-                "" if draft is None else draft.source,
-                draft is not None and draft.linked,
-                figures.drafted,
-                figures.verified,
-                figures.accepted,
-                committed,
-            )
-        )
-
-    def _tally_round(self, sequence: Sequence, judged: int, accepted: int, committed: int) -> None:
-        """What the scheduler is told of a round: its verdict is in, so its draft may be."""
-        if self._tally is None:
-            return
-        request = sequence.state.request
-        self._tally.add_tokens(request.tenant, committed)
-        draft = sequence.draft
-        if draft is None:
-            return
-        self._seen_through = max(self._seen_through, draft.number)
-        self._tally.drafts.append(
-            FinishedDraft(
-                number=draft.number,
-                tenant=request.tenant,
-                drafter_id=draft.drafter_id,
-                mode=request.sampling.mode,
-                logits=draft.draft.confidence_logits,
-                survival=draft.survival,
-                judged=judged,
-                accepted=min(accepted, judged),
-                source=draft.source,
-            )
-        )
-
     def take_tally(self) -> tuple[Tally, Crowd]:
         """What was seen since the last call, and who is here now: a report's two halves. The first
         call begins it."""
-        tally, self._tally = self._tally or Tally(self.clock()), Tally(self.clock())
-        tally.draft_s, self.desk.exposed_s = self.desk.exposed_s, {}
+        exposed_s, self.desk.exposed_s = self.desk.exposed_s, {}
         running, waiting = (
             [sequence.state.request for sequence in sequences]
             for sequences in (self._batcher.running, self._batcher.waiting)
         )
-        # Between two steps those that finished have left and the next are not in yet.
-        return tally, Crowd.of(
-            self.clock(),
-            self._seen_through,
-            self.cache.pool.available,
-            running=tally.last_step or running,
-            waiting=waiting,
-        )
+        free = self.cache.pool.available
+        return self.ledger.take(exposed_s, free, running=running, waiting=waiting)
 
     def adopt(
         self,
@@ -457,18 +400,7 @@ class Engine:
         if sequence.feature_id and sequence.feature_id not in self.drafters.feature_ids():
             self._retire_features()
         self._events.append((state.key, Finished(reason, state.usage, state.figures, error)))
-        if sequence.trace is not None and self.traces is not None:
-            trace = sequence.trace
-            trace.ended, trace.reason = self.clock(), reason.value
-            trace.error = "" if error is None else type(error).__name__
-            self.traces.append(trace)
-
-    def take_traces(self) -> list[RunTrace]:
-        """Traced runs that are over since the last call."""
-        if not self.traces:
-            return []
-        traces, self.traces = self.traces, []
-        return traces
+        self.traces.end(sequence, reason, error)
 
     def check_integrity(self) -> None:
         """Every block is free, idle or owned once; every sequence stands in one queue."""

@@ -64,7 +64,7 @@ class EngineRunner:
         self.engine = engine
         self._traced = traced
         if traced is not None:
-            engine.traces = []
+            engine.traces.wanted = True
         self._buffered = engine.config.buffered_events
         self._heartbeat_s = engine.config.heartbeat_s
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -312,7 +312,7 @@ class EngineRunner:
                 self.engine.pause(*key, True)
         if told:
             self._post(told)
-        if self._traced is not None and (over := self.engine.take_traces()):
+        if self._traced is not None and (over := self.engine.traces.take()):
             self._call(self._traced, over)
 
     def _beat(self) -> None:
