@@ -22,6 +22,7 @@ from typing import Any
 KINDS: dict[str, dict[str, Any]] = {
     "dspark": {"kind": "dspark", "head": "vanilla", "layers": 2},
     "dspark-all-ids": {"kind": "dspark", "head": "vanilla", "layers": 2, "draft_vocab": 0},
+    "dspark-5": {"kind": "dspark", "head": "vanilla", "layers": 5},
     "dspark-rnn": {"kind": "dspark", "head": "rnn", "layers": 2},
     "dflash": {"kind": "dflash", "layers": 2},
     "dflash-5": {"kind": "dflash", "layers": 5},
