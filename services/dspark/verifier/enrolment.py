@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from dspark.core.errors import DsparkError
 from dspark.core.plans import Plan
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 # Seconds without a plan after which another scheduler replica is asked: this one may be behind a
 # network that swallows everything.
 SILENT_S = 5.0
+
+T = TypeVar("T")
 
 
 def enrol(
@@ -50,7 +52,10 @@ def enrol(
         while True:
             reports = _reports(runner, reporter, told.plan_interval_s)
             try:
-                async with aclosing(scheduler.follow(reports)) as plans:
+                async with (
+                    aclosing(scheduler.follow(reports)) as stream,
+                    aclosing(newest(stream)) as plans,
+                ):
                     while True:
                         async with asyncio.timeout(silent_s):
                             plan = await anext(plans)
@@ -74,6 +79,36 @@ async def _reports(
         if report is not None:
             yield report
         await asyncio.sleep(interval_s)
+
+
+async def newest(items: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """Whenever one is asked for, the newest of those that have come; older ones are dropped. Ends
+    as `items` does.
+
+    An engine takes a plan between two steps. Where a step takes longer than plans are apart, those
+    that wait would be more with each step, and the one that is followed ever older.
+    """
+    held: list[T] = []
+    came = asyncio.Event()
+
+    async def read() -> None:
+        async for item in items:
+            held[:] = [item]
+            came.set()
+
+    reading = asyncio.create_task(read())
+    reading.add_done_callback(lambda _: came.set())
+    try:
+        while held or not reading.done():
+            if held:
+                yield held.pop()
+            else:
+                came.clear()
+                await came.wait()
+        await reading
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _taking(plan: Plan) -> Callable[[Engine], bool]:
