@@ -26,6 +26,7 @@ from dspark.scheduler.joint import (
 )
 from dspark.scheduler.joint.demand import SURVIVAL
 from dspark.scheduler.joint.outlook import Cluster, Outlook, VerifierView
+from dspark.scheduler.joint.pools import PLANNED
 from dspark.scheduler.joint.shares import paid
 
 from .toy_cluster import (
@@ -157,6 +158,17 @@ def test_a_full_drafter_goes_where_a_draft_token_gains_most() -> None:
     assert central.now == pytest.approx(joint.objective)
     assert central.now >= 1.10 * local_objective(now, outlook).now
     assert central.now >= 1.10 * local_objective(now, outlook, equally=True).now
+
+
+def test_only_who_gains_most_may_fill_a_drafter() -> None:
+    """The others are planned for a part of it, so that nobody waits for theirs for long."""
+    fills = planned(rivals(1500.0)).verifiers
+    assert fills["rich"].draft_budgets["d"] > 0.95 * 1500
+    shares = planned(rivals(10_000.0))
+    assert shares.full == ("d",)
+    rich, poor = (shares.verifiers[name].draft_budgets["d"] for name in ("rich", "poor"))
+    assert rich < PLANNED * 10_000  # all that it asks for
+    assert poor <= PLANNED * 10_000 - rich
 
 
 def test_a_drafter_with_room_bounds_nobody() -> None:

@@ -117,6 +117,10 @@ class Pipes:
             got += moved
         return got
 
+    def top_up(self, v: int, d: int, tokens: float) -> None:
+        """Give verifier v up to so much more of drafter d that no capacity says."""
+        self._given[v][d] += min(tokens, self._arcs[v][d] - self._given[v][d])
+
     def take_back(self, v: int, tokens: float) -> None:
         if tokens <= 0.0:
             return

@@ -17,18 +17,27 @@ from dspark.scheduler.joint.outlook import Cluster, Outlook
 from dspark.scheduler.joint.pipes import Pipes
 from dspark.scheduler.joint.steps import FloatArray, IntArray, level_curves, summed
 
+# Of what a drafter can make, the part that all who draw on it are planned to have; the rest is for
+# the one whose drafts gain most. At a full one each waits for the others' whole passes; those whose
+# drafts gain most then ask for less than they would, and what they leave goes to those that they
+# wait for. With a quarter free drafts come sooner, they ask for more and are given it
+# (docs/decisions, 2026-11-30-full-drafters.md).
+PLANNED = 0.75
 # Parts of a verifier's requests that a budget is weighed at.
 LEVELS: FloatArray = np.arange(1, 9) / 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
-    """Which verifiers draw on which drafters. names, capacity: [D], ∞ for one that is not measured.
-    at: [n] verifiers that draw on any. of, to, share: [A] arcs, in order of `at`: index into `at`,
-    drafter, and share of the verifier's requests there, Σ = 1."""
+    """Which verifiers draw on which drafters. names, capacity, free: [D], draft tokens a second to
+    share out and what is kept free beside them (`PLANNED`) where several verifiers draw on it; ∞
+    and 0 for one that is not measured. at: [n] verifiers that draw on any. of, to, share: [A] arcs,
+    in order of `at`: index into `at`, drafter, and share of the verifier's requests there, Σ = 1.
+    """
 
     names: tuple[str, ...]
     capacity: FloatArray
+    free: FloatArray
     at: IntArray
     of: IntArray
     to: IntArray
@@ -51,12 +60,15 @@ class Links:
                 to += [d for d, _ in own]
                 runs += [n for _, n in own]
                 at.append(v)
-        capacity = [cluster.drafters.get(name, 0.0) or np.inf for name in number]
+        made = np.array([cluster.drafters.get(name, 0.0) or np.inf for name in number], np.float64)
+        users = np.bincount(to, minlength=len(number))
+        planned = np.where(users > 1, PLANNED, 1.0) * made
         of_array, n = np.array(of, np.intp), np.array(runs, np.float64)
         total = summed(of_array, n, len(at))
         return cls(
             names=tuple(number),
-            capacity=np.array(capacity, np.float64),
+            capacity=planned,
+            free=np.where(users > 1, 1.0 - PLANNED, 0.0) * np.where(np.isfinite(made), made, 0.0),
             at=np.array(at, np.intp),
             of=of_array,
             to=np.array(to, np.intp),
@@ -68,7 +80,7 @@ class Links:
         return summed(self.to, self.share * tokens[self.of], len(self.names))
 
     def full(self, tokens: FloatArray) -> tuple[int, ...]:
-        """Drafters that are asked for more than they can make."""
+        """Drafters that are asked for more than is planned for."""
         return tuple(np.flatnonzero(self.load(tokens) > self.capacity * (1 + 1e-9)).tolist())
 
     def pipes(self, most: FloatArray) -> Pipes:
@@ -126,7 +138,7 @@ class Levels:
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
     """f: [V] part of each verifier's requests that can be drafted. given: [A] draft tokens a second
-    by arc of the links. full: drafters that are asked for more than they can make."""
+    by arc of the links. full: drafters that are asked for more than is planned for."""
 
     f: FloatArray
     given: FloatArray
@@ -162,8 +174,19 @@ def central(
     capacity = float(links.capacity.sum())
     tried = probes * min(1.0, PROBE_SHARE * capacity / max(float(probes.sum()), 1e-9))
     share_out(levels.cost, levels.value, pipes, np.maximum(needed, tried))
+    _free_to_the_first(links, levels, pipes)
     given = [part for i in range(len(links.at)) for part in pipes.given(i).values()]
     return _split(links, levels, asked, np.array(given), V)
+
+
+def _free_to_the_first(links: Links, levels: Levels, pipes: Pipes) -> None:
+    """What is kept free of a drafter, as far as the verifier can use it whose drafts gain most."""
+    more = levels.value - levels.value[:, :1]
+    gain = np.divide(more, levels.cost, out=np.zeros_like(more), where=levels.cost > 0).max(axis=1)
+    order = np.lexsort((-gain[links.of], links.to))  # by drafter, the most first
+    first = order[np.diff(links.to[order], prepend=-1) > 0]
+    for arc in first[gain[links.of[first]] > 0].tolist():
+        pipes.top_up(int(links.of[arc]), int(links.to[arc]), float(links.free[links.to[arc]]))
 
 
 def first_come(links: Links, levels: Levels, asked: FloatArray, V: int) -> Split:
