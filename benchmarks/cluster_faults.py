@@ -213,7 +213,8 @@ Fault = Callable[[Scene], Awaitable[Callable[[], Awaitable[None]]]]
 
 def killing(pool: str) -> Fault:
     async def fault(scene: Scene) -> Callable[[], Awaitable[None]]:
-        scene.pools[pool][0].kill()
+        # A process is gone when its memory is: half a second here, in which streams go on.
+        await asyncio.to_thread(scene.pools[pool][0].kill)
         return lambda: scene.again(pool)
 
     return fault
@@ -238,7 +239,7 @@ def stopping(pool: str) -> Fault:
 
 
 async def store_killed(scene: Scene) -> Callable[[], Awaitable[None]]:
-    scene.valkey.kill()
+    await asyncio.to_thread(scene.valkey.kill)
 
     async def heal() -> None:
         scene.valkey.start()
