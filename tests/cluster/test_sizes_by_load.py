@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def test_by_load_and_by_node(tmp_path: Path) -> None:
     autoscale = {"min": 1, "max": 2, "target": 0.1, "up_s": 0.5, "down_s": 2.0}
-    engine = {**ENGINE, "verify": "fixed:1"}
+    # One verifier has room for all of them: who comes while it is full is refused at once.
+    engine = {**ENGINE, "verify": "fixed:1", "kv_tokens": 32_768}
     config = tiny_cluster(
         make_checkpoint(tmp_path / "tiny"),
         verifier={"replicas": None, "autoscale": autoscale, "engine": engine},
