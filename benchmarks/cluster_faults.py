@@ -7,8 +7,8 @@ with one thread. In every run 16 streams (half greedy, half seeded) are under wa
 comes. Each answer is compared with the one of an undisturbed run; where it differs, `differs` says
 so beside `differs_undisturbed`, of two undisturbed runs: on backends whose kernels depend on the
 batch near-ties can fall either way. Stalls are the longest pause of a stream after the fault,
-seconds; `machine_stall_s` is the longest one of a process meanwhile that does nothing but look at
-the clock: as much no process here could have done better. JSON on stdout, a line a run on stderr.
+seconds; `machine_stall_s` is the longest one meanwhile of a process that does nothing but look at
+the clock beside them. JSON on stdout, a line a run on stderr.
 """
 
 from __future__ import annotations

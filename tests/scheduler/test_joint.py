@@ -26,7 +26,6 @@ from dspark.scheduler.joint import (
 )
 from dspark.scheduler.joint.demand import SURVIVAL
 from dspark.scheduler.joint.outlook import Cluster, Outlook, VerifierView
-from dspark.scheduler.joint.pools import PLANNED
 from dspark.scheduler.joint.shares import paid
 
 from .toy_cluster import (
@@ -160,15 +159,49 @@ def test_a_full_drafter_goes_where_a_draft_token_gains_most() -> None:
     assert central.now >= 1.10 * local_objective(now, outlook, equally=True).now
 
 
-def test_only_who_gains_most_may_fill_a_drafter() -> None:
-    """The others are planned for a part of it, so that nobody waits for theirs for long."""
-    fills = planned(rivals(1500.0)).verifiers
-    assert fills["rich"].draft_budgets["d"] > 0.95 * 1500
-    shares = planned(rivals(10_000.0))
-    assert shares.full == ("d",)
-    rich, poor = (shares.verifiers[name].draft_budgets["d"] for name in ("rich", "poor"))
-    assert rich < PLANNED * 10_000  # all that it asks for
-    assert poor <= PLANNED * 10_000 - rich
+def waiting(cluster: Cluster, seconds: float) -> Cluster:
+    """The same where each round waits so long for its drafts."""
+    views = {}
+    for name, seen in cluster.verifiers.items():
+        assert seen.report is not None
+        uses = tuple(DrafterUse(drafter, 100, seconds) for drafter in seen.drafters)
+        views[name] = replace(seen, report=replace(seen.report, drafters=uses))
+    return replace(cluster, verifiers=views)
+
+
+def test_a_part_of_a_drafter_is_kept_for_who_gains_most_and_waits() -> None:
+    """It is not given what it cannot ask for yet; nor are those who make it wait."""
+    patient = planned(rivals(10_000.0)).verifiers
+    assert sum(v.draft_budgets["d"] for v in patient.values()) == pytest.approx(10_000, rel=1e-3)
+    waits = planned(waiting(rivals(8_000.0), 0.01))
+    rich, poor = (waits.verifiers[name].draft_budgets["d"] for name in ("rich", "poor"))
+    assert waits.full == ("d",)
+    assert rich < 6_000  # all that it asks for
+    assert rich + poor == pytest.approx(6_000, rel=1e-3)
+    more = planned(waiting(rivals(4_000.0), 0.01)).verifiers  # and then it may have all
+    assert more["rich"].draft_budgets["d"] > 0.95 * 4_000
+
+
+def test_a_verifier_that_asks_for_nothing_makes_nobody_wait() -> None:
+    alone = cluster(
+        {
+            "rich": view(CHEAP, tenant("x", 20, 0.95), drafters={"d": 20}),
+            "silent": view(CHEAP, tenant("y", 20, 0.01), drafters={"d": 20}),
+        },
+        {"d": 4_000.0},
+    )
+    assert planned(waiting(alone, 0.01)).verifiers["rich"].draft_budgets["d"] > 0.95 * 4_000
+    assert planned(waiting(replace(alone, drafters={"d": 5_000.0}), 0.01)).full == ()
+
+
+def test_floors_come_before_what_is_kept_free() -> None:
+    both = {
+        name: view(CHEAP, tenant("x", 20, 0.95, floor_tps=150.0), drafters={"d": 20})
+        for name in ("v", "w")
+    }
+    joint = planned(waiting(cluster(both, {"d": 6_000.0}), 0.005))
+    assert joint.full == ("d",)
+    assert joint.floors == 1.0  # 0.94 of them with three quarters of it
 
 
 def test_a_drafter_with_room_bounds_nobody() -> None:

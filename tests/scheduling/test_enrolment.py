@@ -60,7 +60,7 @@ async def test_an_engine_with_long_steps_follows_the_newest_plan(store: Store) -
         scheduling(store) as replica,
         enrolled(an_engine(backend), replica.address, client=Hurried) as verifier,
     ):
-        saying = asyncio.create_task(verifier.say(request("r", [1], greedy(40))))
+        saying = asyncio.create_task(verifier.say(request("r", [1], greedy(200))))
         for step in range(1, 11):
             await until(lambda step=step: backend.begun == step)
             backend.go.release()

@@ -85,8 +85,9 @@ async def newest(items: AsyncIterator[T]) -> AsyncGenerator[T, None]:
     """Whenever one is asked for, the newest of those that have come; older ones are dropped. Ends
     as `items` does.
 
-    An engine takes a plan between two steps. Where a step takes longer than plans are apart, those
-    that wait would be more with each step, and the one that is followed ever older.
+    An engine takes a plan between two steps, the one that it was handed during the last. Where a
+    step takes longer than plans are apart, those that wait would be more with each step, and the
+    one that is followed ever older; so it is a step old at most.
     """
     held: list[T] = []
     came = asyncio.Event()

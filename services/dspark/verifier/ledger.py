@@ -12,8 +12,8 @@ from dspark.verifier.tally import Crowd, FinishedDraft, Tally
 
 
 class Ledger:
-    """Sums since the last report, and the newest draft whose verdict is in. Nothing is kept until
-    somebody asks for the first time, nor after `close`."""
+    """Sums since the last report, and the newest draft whose verdict is in. Nothing is kept before
+    somebody asks for the first time, nor between `close` and the next `take`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

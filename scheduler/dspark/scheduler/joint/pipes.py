@@ -118,7 +118,7 @@ class Pipes:
         return got
 
     def top_up(self, v: int, d: int, tokens: float) -> None:
-        """Give verifier v up to so much more of drafter d that no capacity says."""
+        """Give verifier v up to so much more of drafter d, beside its capacity, after all else."""
         self._given[v][d] += min(tokens, self._arcs[v][d] - self._given[v][d])
 
     def take_back(self, v: int, tokens: float) -> None:

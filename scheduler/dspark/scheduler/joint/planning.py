@@ -48,7 +48,7 @@ class VerifierPlan:
 
 @dataclass(frozen=True, slots=True)
 class JointPlan:
-    """objective: Σ_v Θ_v, tokens a second. full: drafters asked for more than is planned for.
+    """objective: Σ_v Θ_v, tokens a second. full: drafters asked for more than all may have.
     floors: the part of every floor that is reached, at most 1; below, they cannot all be."""
 
     verifiers: Mapping[str, VerifierPlan]

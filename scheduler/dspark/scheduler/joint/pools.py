@@ -17,10 +17,10 @@ from dspark.scheduler.joint.outlook import Cluster, Outlook
 from dspark.scheduler.joint.pipes import Pipes
 from dspark.scheduler.joint.steps import FloatArray, IntArray, level_curves, summed
 
-# Of what a drafter can make, the part that all who draw on it are planned to have; the rest is for
-# the one whose drafts gain most. At a full one each waits for the others' whole passes; those whose
-# drafts gain most then ask for less than they would, and what they leave goes to those that they
-# wait for. With a quarter free drafts come sooner, they ask for more and are given it
+# Of what a drafter can make, the part that everybody may have. At a full one each waits for the
+# others' whole passes; those whose drafts gain most then ask for less than they would, and what
+# they leave goes to those that they wait for. The rest is kept free for the one that gains most, as
+# far as it waits now: drafts come sooner, it asks for more and is given it
 # (docs/decisions, 2026-11-30-full-drafters.md).
 PLANNED = 0.75
 # Parts of a verifier's requests that a budget is weighed at.
@@ -29,15 +29,15 @@ LEVELS: FloatArray = np.arange(1, 9) / 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
-    """Which verifiers draw on which drafters. names, capacity, free: [D], draft tokens a second to
-    share out and what is kept free beside them (`PLANNED`) where several verifiers draw on it; ∞
-    and 0 for one that is not measured. at: [n] verifiers that draw on any. of, to, share: [A] arcs,
-    in order of `at`: index into `at`, drafter, and share of the verifier's requests there, Σ = 1.
-    """
+    """Which verifiers draw on which drafters. names, capacity: [D], ∞ for one that is not measured.
+    free: [D] what of it is kept for the verifier `first`, an arc, −1 without (`keeping_free`).
+    at: [n] verifiers that draw on any. of, to, share: [A] arcs, in order of `at`: index into `at`,
+    drafter, and share of the verifier's requests there, Σ = 1."""
 
     names: tuple[str, ...]
     capacity: FloatArray
     free: FloatArray
+    first: IntArray
     at: IntArray
     of: IntArray
     to: IntArray
@@ -60,15 +60,14 @@ class Links:
                 to += [d for d, _ in own]
                 runs += [n for _, n in own]
                 at.append(v)
-        made = np.array([cluster.drafters.get(name, 0.0) or np.inf for name in number], np.float64)
-        users = np.bincount(to, minlength=len(number))
-        planned = np.where(users > 1, PLANNED, 1.0) * made
+        capacity = [cluster.drafters.get(name, 0.0) or np.inf for name in number]
         of_array, n = np.array(of, np.intp), np.array(runs, np.float64)
         total = summed(of_array, n, len(at))
         return cls(
             names=tuple(number),
-            capacity=planned,
-            free=np.where(users > 1, 1.0 - PLANNED, 0.0) * np.where(np.isfinite(made), made, 0.0),
+            capacity=np.array(capacity, np.float64),
+            free=np.zeros(len(number)),
+            first=np.full(len(number), -1),
             at=np.array(at, np.intp),
             of=of_array,
             to=np.array(to, np.intp),
@@ -79,13 +78,33 @@ class Links:
         """[D] what drafters are asked for if their verifiers [n] ask for so much."""
         return summed(self.to, self.share * tokens[self.of], len(self.names))
 
+    def keeping_free(self, levels: Levels, asked: FloatArray, exposed_s: FloatArray) -> Links:
+        """With a part of each drafter that several draw on kept for the one whose drafts gain most:
+        what it would ask for beyond asked [n] if its rounds did not wait for exposed_s [n]."""
+        more = levels.value - levels.value[:, :1]
+        gain = np.divide(more, levels.cost, out=np.zeros_like(more), where=levels.cost > 0)
+        steepest = gain.max(axis=1)[self.of]
+        order = np.lexsort((-steepest, self.to))  # by drafter, the most first
+        first = order[np.diff(self.to[order], prepend=-1) > 0]
+        drawing = np.bincount(self.to, asked[self.of] > 0, len(self.names))
+        first = first[(drawing[self.to[first]] > 1) & (steepest[first] > 0)]
+        unexposed_s = np.maximum(levels.round_s[:, -1] - exposed_s, 1e-9)
+        held_back = (asked * exposed_s / unexposed_s)[self.of] * self.share
+        kept = replace(self, free=self.free.copy(), first=self.first.copy())
+        at = self.to[first]
+        kept.first[at] = first
+        kept.free[at] = np.minimum((1.0 - PLANNED) * self.capacity[at], held_back[first])
+        return kept
+
     def full(self, tokens: FloatArray) -> tuple[int, ...]:
-        """Drafters that are asked for more than is planned for."""
-        return tuple(np.flatnonzero(self.load(tokens) > self.capacity * (1 + 1e-9)).tolist())
+        """Drafters that are asked for more than everybody may be given."""
+        room = (self.capacity - self.free) * (1 + 1e-9)
+        return tuple(np.flatnonzero(self.load(tokens) > room).tolist())
 
     def pipes(self, most: FloatArray) -> Pipes:
         """most: [n] draft tokens a second that the verifiers could use."""
-        return Pipes(self.capacity, len(self.at), self.of, self.to, self.share * most[self.of])
+        room = self.capacity - self.free
+        return Pipes(room, len(self.at), self.of, self.to, self.share * most[self.of])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +157,7 @@ class Levels:
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
     """f: [V] part of each verifier's requests that can be drafted. given: [A] draft tokens a second
-    by arc of the links. full: drafters that are asked for more than is planned for."""
+    by arc of the links. full: drafters that are asked for more than all may have."""
 
     f: FloatArray
     given: FloatArray
@@ -174,24 +193,16 @@ def central(
     capacity = float(links.capacity.sum())
     tried = probes * min(1.0, PROBE_SHARE * capacity / max(float(probes.sum()), 1e-9))
     share_out(levels.cost, levels.value, pipes, np.maximum(needed, tried))
-    _free_to_the_first(links, levels, pipes)
+    for d in np.flatnonzero(links.free > 0).tolist():
+        pipes.top_up(int(links.of[links.first[d]]), d, float(links.free[d]))
     given = [part for i in range(len(links.at)) for part in pipes.given(i).values()]
     return _split(links, levels, asked, np.array(given), V)
 
 
-def _free_to_the_first(links: Links, levels: Levels, pipes: Pipes) -> None:
-    """What is kept free of a drafter, as far as the verifier can use it whose drafts gain most."""
-    more = levels.value - levels.value[:, :1]
-    gain = np.divide(more, levels.cost, out=np.zeros_like(more), where=levels.cost > 0).max(axis=1)
-    order = np.lexsort((-gain[links.of], links.to))  # by drafter, the most first
-    first = order[np.diff(links.to[order], prepend=-1) > 0]
-    for arc in first[gain[links.of[first]] > 0].tolist():
-        pipes.top_up(int(links.of[arc]), int(links.to[arc]), float(links.free[links.to[arc]]))
-
-
 def first_come(links: Links, levels: Levels, asked: FloatArray, V: int) -> Split:
     """Everybody asks for all; a drafter that runs full serves each the same part."""
-    part = np.minimum(links.capacity / np.maximum(links.load(asked), 1e-9), 1.0)
+    room = links.capacity - links.free
+    part = np.minimum(room / np.maximum(links.load(asked), 1e-9), 1.0)
     return _split(links, levels, asked, links.share * asked[links.of] * part[links.to], V)
 
 
@@ -199,12 +210,12 @@ def equal_parts(links: Links, levels: Levels, asked: FloatArray, V: int) -> Spli
     """Each drafter gives its verifiers equal parts; what one does not need the others share."""
     wants = links.share * asked[links.of]
     given = np.zeros(len(wants))
-    for d, capacity in enumerate(links.capacity.tolist()):
+    for d, room in enumerate((links.capacity - links.free).tolist()):
         arcs = np.flatnonzero(links.to == d)
         arcs = arcs[np.argsort(wants[arcs], kind="stable")]
         for served, arc in enumerate(arcs.tolist()):
-            given[arc] = min(wants[arc], capacity / (len(arcs) - served))
-            capacity -= given[arc]
+            given[arc] = min(wants[arc], room / (len(arcs) - served))
+            room -= given[arc]
     return _split(links, levels, asked, given, V)
 
 

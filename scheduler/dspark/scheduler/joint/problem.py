@@ -12,6 +12,7 @@ from dspark.scheduler.joint.floors import Floored, reached, with_floors
 from dspark.scheduler.joint.outlook import Cluster, Outlook
 from dspark.scheduler.joint.pools import (
     LEVELS,
+    PLANNED,
     Levels,
     Links,
     Split,
@@ -93,14 +94,13 @@ class Problem:
 
     def split_centrally(self) -> tuple[Split, Floored]:
         """And the choice that goes with it, floors aside."""
-        links, V = self.links, len(self.demand.R)
-        asked = self.asked[links.at]
-        if not self.demand.known or not links.full(asked):
-            split = unbounded(links, V)
+        V, asked = len(self.demand.R), self.asked[self.links.at]
+        weighed = self._weighed()
+        if weighed is None:
+            split = unbounded(self.links, V)
             return split, self.choose(split.f)
+        links, levels, needed = weighed
         here = self.demand.rows(links.at)
-        levels = Levels.of_demand(here)
-        needed = self._needed(here, levels)
         split = central(links, levels, here, asked, needed, V)
         choice = self.choose(split.f)
         if needed.any() or V > FEW_VERIFIERS:
@@ -113,14 +113,27 @@ class Problem:
         return max(found, key=lambda one: float(one[1].theta.sum()))
 
     def split_locally(self, local: LocalSplit) -> tuple[Split, Floored]:
-        links, V = self.links, len(self.demand.R)
-        asked = self.asked[links.at]
-        if not self.demand.known or not links.full(asked):
-            split = unbounded(links, V)
+        """Of the same part of the drafters: the model knows nothing of who waits for whom."""
+        V, weighed = len(self.demand.R), self._weighed()
+        if weighed is None:
+            split = unbounded(self.links, V)
         else:
-            levels = Levels.of_demand(self.demand.rows(links.at))
-            split = local(links, levels, asked, V)
+            links, levels, _ = weighed
+            split = local(links, levels, self.asked[links.at], V)
         return split, self.choose(split.f)
+
+    def _weighed(self) -> tuple[Links, Levels, FloatArray] | None:
+        """The links with what is kept free, levels, and what floors need [n]; None where nobody has
+        to go without. Where a floor needs drafts nothing is kept free."""
+        links, asked = self.links, self.asked[self.links.at]
+        if not self.demand.known or not (links.load(asked) > PLANNED * links.capacity).any():
+            return None
+        here = self.demand.rows(links.at)
+        levels = Levels.of_demand(here)
+        needed = self._needed(here, levels)
+        if not needed.any():
+            links = links.keeping_free(levels, asked, here.exposed_s * here.asking)
+        return (links, levels, needed) if links.full(asked) else None
 
     def _needed(self, here: Demand, levels: Levels) -> FloatArray:
         """[n] draft tokens a second with which the links' verifiers reach their floors, or come
