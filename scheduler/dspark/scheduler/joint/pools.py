@@ -30,7 +30,7 @@ LEVELS: FloatArray = np.arange(1, 9) / 8
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
     """Which verifiers draw on which drafters. names, capacity: [D], ∞ for one that is not measured.
-    free: [D] what of it is kept for the verifier `first`, an arc, −1 without (`keeping_free`).
+    free: [D] what of it is kept for the arc `first`, −1 without (`keeping_free`); tokens a second.
     at: [n] verifiers that draw on any. of, to, share: [A] arcs, in order of `at`: index into `at`,
     drafter, and share of the verifier's requests there, Σ = 1."""
 

@@ -105,7 +105,8 @@ class Problem:
         choice = self.choose(split.f)
         if needed.any() or V > FEW_VERIFIERS:
             return split, choice
-        # Levels are few and stairs are steep: nobody planning may, rarely, hit on a better split.
+        # Levels are few and stairs are steep: nobody planning may, rarely, hit on a better split of
+        # what everybody may have. What is kept free stays so then, or others would use it up.
         found = [(split, choice)]
         for local in (first_come, equal_parts):
             other = local(links, levels, asked, V)
