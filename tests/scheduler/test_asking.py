@@ -5,13 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.scheduler import DraftCost, UsualSavings, afforded, askers, probe_rounds, supposed
+from dspark.scheduler import (
+    WAITING,
+    Beside,
+    DraftCost,
+    UsualSavings,
+    afforded,
+    askers,
+    probe_rounds,
+    supposed,
+)
 from dspark.scheduler.asking import PROBE_SHARE, WARM
 
 UNKNOWN = math.nan
@@ -29,7 +39,7 @@ def learnt(a: float, b: float, n: int = 8) -> DraftCost:
 def ask(
     savings: Sequence[float],
     cost: DraftCost | Sequence[DraftCost],
-    hidden_s: float = 0.0,
+    beside: Sequence[Beside] = (WAITING,),
     *,
     unasked: Sequence[int] | None = None,
     step_s: float = 1e-9,
@@ -38,7 +48,7 @@ def ask(
 ) -> list[int]:
     since = [1] * len(savings) if unasked is None else unasked
     chosen = askers(
-        savings, cost, hidden_s, unasked=since, step_s=step_s, bypassed=bypassed, drafter=drafter
+        savings, cost, beside, unasked=since, step_s=step_s, bypassed=bypassed, drafter=drafter
     )
     return [int(i) for i in chosen]
 
@@ -49,33 +59,47 @@ LINES = st.tuples(st.floats(0, 0.05), st.floats(1e-4, 0.02))
 SAVINGS = st.lists(st.one_of(st.floats(-0.02, 0.05), st.just(UNKNOWN)), min_size=1, max_size=7)
 
 
-@given(SAVINGS, st.lists(LINES, min_size=1, max_size=3), st.floats(0, 0.05), st.data())
+WAYS = st.builds(
+    Beside, st.floats(0, 0.05), st.floats(0, 0.01), st.one_of(st.none(), st.integers(1, 7))
+)
+
+
+@given(SAVINGS, st.lists(LINES, min_size=1, max_size=3), st.lists(WAYS, max_size=2), st.data())
 def test_no_other_set_is_worth_more(
     savings: list[float],
     lines: list[tuple[float, float]],
-    hidden_s: float,
+    ways: list[Beside],
     data: st.DataObject,
 ) -> None:
-    """Brute force over all subsets, of one drafter or several that answer at the same time."""
+    """Brute force over all subsets and ways to spend the time, of one drafter or several that
+    answer at the same time; with several nobody is kept out by number."""
     R = len(savings)
     costs = [learnt(a, b) for a, b in lines]
     whose = data.draw(st.lists(st.integers(0, len(costs) - 1), min_size=R, max_size=R))
     alone = data.draw(st.lists(st.booleans(), min_size=R, max_size=R))
     sure = {i for i in range(R) if math.isnan(savings[i]) and not alone[i]}
+    if len(costs) > 1:
+        ways = [replace(way, most=None) for way in ways]
+    beside = [WAITING, *ways]
+
+    def price(asked: set[int], way: Beside) -> float:
+        if way.most is not None and len(asked) > way.most:
+            return math.inf
+        drafting_s = [
+            cost.seconds(sum(whose[i] == d for i in asked)) for d, cost in enumerate(costs)
+        ]
+        return max(0.0, max(drafting_s) - way.hidden_s) + way.apart_s
 
     def worth(chosen: Sequence[int]) -> float:
         asked = sure | set(chosen)
-        wait = max(
-            max(0.0, cost.seconds(sum(whose[i] == d for i in asked)) - hidden_s)
-            for d, cost in enumerate(costs)
-        )
-        return sum(savings[i] for i in chosen) - wait
+        least = min(price(asked, way) for way in beside) if asked else 0.0
+        return sum(savings[i] for i in chosen) - least
 
-    others = [i for i in range(R) if i not in sure and not alone[i]]
+    free = [i for i in range(R) if i not in sure and not alone[i]]
     best = max(
-        worth(some) for n in range(len(others) + 1) for some in itertools.combinations(others, n)
+        worth(some) for n in range(len(free) + 1) for some in itertools.combinations(free, n)
     )
-    chosen = ask(savings, costs, hidden_s, bypassed=alone, drafter=whose, unasked=[0] * R)
+    chosen = ask(savings, costs, beside, bypassed=alone, drafter=whose, unasked=[0] * R)
     assert sure <= set(chosen)
     assert not any(alone[i] for i in chosen)
     assert worth([i for i in chosen if i not in sure]) == pytest.approx(best, abs=1e-12)
@@ -97,8 +121,16 @@ def test_one_that_pays_takes_along_whoever_pays_for_himself() -> None:
 
 def test_what_other_work_hides_costs_nothing() -> None:
     cost = learnt(0.010, 0.001)
-    assert ask([1e-6] * 5, cost, hidden_s=0.015) == [0, 1, 2, 3, 4]
-    assert ask([1e-6] * 5, cost, hidden_s=0.0135) == [0, 1, 2]
+    assert ask([1e-6] * 5, cost, [Beside(0.015)]) == [0, 1, 2, 3, 4]
+    assert ask([1e-6] * 5, cost, [Beside(0.0135)]) == [0, 1, 2]
+
+
+def test_hidden_drafts_have_to_pay_for_being_in_no_step_with_the_others() -> None:
+    """Half of eight, while the other half is stepped; or all, if waiting costs less."""
+    halves = [WAITING, Beside(0.02, 0.003, most=4)]
+    assert ask([0.0010] * 8, learnt(0.010, 1e-6), halves) == [0, 1, 2, 3]
+    assert ask([0.0007] * 8, learnt(0.010, 1e-6), halves) == []
+    assert ask([0.0020] * 8, learnt(0.010, 1e-6), halves) == list(range(8))
 
 
 def test_who_answers_within_the_longest_wait_is_asked_too() -> None:
@@ -166,7 +198,7 @@ def test_probes_cost_at_most_their_share(
     rounds = min(5 * every, 500)
     unasked, spent, last = np.ones(R, np.int64), 0.0, 0
     for now in range(1, rounds + 1):
-        chosen = askers(savings, cost, 0.0, unasked=unasked, step_s=step_s)
+        chosen = askers(savings, cost, unasked=unasked, step_s=step_s)
         spent += cost.seconds(len(chosen))
         last = now if len(chosen) else last
         unasked += 1
@@ -177,7 +209,7 @@ def test_probes_cost_at_most_their_share(
 
 def test_hidden_drafts_are_probed_every_round() -> None:
     cost = learnt(0.010, 0.001)
-    assert ask([-1.0] * 4, cost, hidden_s=0.02, step_s=0.02) == [0, 1, 2, 3]
+    assert ask([-1.0] * 4, cost, [Beside(0.02)], step_s=0.02) == [0, 1, 2, 3]
     assert probe_rounds(0.0, 0.1) == 1
 
 
@@ -194,7 +226,7 @@ def served(
     """How many ask, round after round, of a drafter that takes so long for n."""
     unasked, counts = np.ones(len(savings), np.int64), []
     for _ in range(rounds):
-        chosen = askers(savings, cost, 0.0, unasked=unasked, step_s=step_s)
+        chosen = askers(savings, cost, unasked=unasked, step_s=step_s)
         cost.observe(len(chosen), takes(len(chosen)))
         unasked += 1
         unasked[chosen] = 1

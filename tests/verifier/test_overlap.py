@@ -21,6 +21,7 @@ from dspark.verifier.overlap import (
     Ready,
     StepSeconds,
     Work,
+    apart,
     decide,
     groups,
     joining,
@@ -222,6 +223,34 @@ def test_late_ones_are_judged_and_the_first_where_nothing_is_ready() -> None:
     assert decide(none, both, T, full=False) == Decision(0.0, (0,))
 
 
+def rest_of_the_day(first: Awaited, then: Awaited, T: StepSeconds, *, waits: bool) -> float:
+    """Seconds lost, by playing both turns: idle ones, and what is not saved. In its turn `then` is
+    waited for or not, whichever loses less."""
+    lost, now = 0.0, 0.0
+    if waits:
+        lost, now = first.remaining_s, first.remaining_s + T(first.load)
+    else:
+        lost, now = first.saving_s, T(first.load.plain)
+    idle = max(then.remaining_s - now, 0.0)
+    return lost + min(idle, then.saving_s)
+
+
+@few
+@given(awaited_ones, awaited_ones, st.floats(0, 0.1), st.floats(0, 0.1), costs())
+def test_the_first_is_waited_for_if_both_turns_lose_less_by_it(
+    one: Awaited, other: Awaited, a: float, b: float, T: StepSeconds
+) -> None:
+    """A wait also passes for those that come next. Two groups, each given up because the other's
+    plain step is too short to hide its drafts, would never see a draft again."""
+    first, then = sorted(
+        (replace(one, saving_s=a), replace(other, saving_s=b)), key=lambda o: o.remaining_s
+    )
+    waiting, giving_up = (rest_of_the_day(first, then, T, waits=waits) for waits in (True, False))
+    told = decide(Ready(), [first, then], T, full=False)
+    if abs(waiting - giving_up) > 1e-9:
+        assert bool(told.given_up) == (giving_up < waiting)
+
+
 def test_a_full_group_waits_for_nobody() -> None:
     T: StepSeconds = lambda load: 0.0 if load.empty else 0.05  # noqa: E731
     one = Awaited(Load(R=1), 2.0, 0.001)
@@ -267,6 +296,21 @@ def test_rounds_take_what_playing_them_takes(R: int, T: StepSeconds, a: float, b
         assert told.two == pytest.approx(tokens / pipeline([half, half], T_of, D))
     else:  # the larger group's pace, or better
         assert told.two <= tokens / pipeline([half, R - half], T_of, D) + 1e-9
+
+
+@few
+@given(st.integers(1, 8), costs())
+def test_taking_turns_costs_what_playing_it_takes(half: int, T: StepSeconds) -> None:
+    """Without drafts, which come at once."""
+
+    def round_s(*sizes: int) -> float:
+        return pipeline(list(sizes), lambda n: T(Load(R=n)), lambda n: 0.0)
+
+    group, all_ = Load(R=half, drafts=3.0 * half), Load(R=2 * half)
+    longer_s = round_s(half, half) - round_s(2 * half)
+    assert 2 * apart(group, all_, T) == pytest.approx(max(longer_s, 0.0), abs=1e-9)
+    assert apart(all_, all_, T) == 0.0
+    assert apart(Load(), all_, T) == 0.0
 
 
 def test_what_is_in_every_step_fills_the_time_of_one_group() -> None:

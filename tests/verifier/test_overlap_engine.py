@@ -4,6 +4,7 @@ that its text is the target's alone whatever they do (design.md §4 L1, L3, L5; 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from .remote import FEATURES, RemoteScene, ScriptedLink, World, adopt, after, re
 from .toy import (
     Answer,
     Proposal,
+    Script,
     ScriptedDrafter,
     greedy,
     history_rule,
@@ -440,6 +442,46 @@ def test_of_more_than_a_group_those_go_first_that_are_ready_for_longest() -> Non
         sequence.draft = replace(sequence.draft, number=came)
     told = of.step()
     assert {int(key[0]) for key, _ in told} == set(order[:4])
+
+
+def by_chance(share: float) -> Script:
+    """The target's next token with this probability at each position, and confidence that says
+    so."""
+    logit = math.log(share / (1 - share))
+    right = oracle(RULE, logit=logit)
+
+    def script(history: tuple[int, ...], request: DraftRequest) -> Proposal:
+        block = right(history, request)
+        rng = np.random.default_rng([*history[:6], len(history)])
+        wrong = rng.random(len(block.ids)) >= share
+        return Proposal(
+            tuple((token + int(off)) % V for token, off in zip(block.ids, wrong, strict=True)),
+            block.logits,
+        )
+
+    return script
+
+
+# Seconds of steps of B tokens: by the token, by the step, and in between.
+TABLES = [{1: 0.010, 8: 0.017, 100: 0.1}, {1: 0.010, 8: 0.012, 100: 0.03}, {1: 0.015, 100: 0.15}]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.85])
+@pytest.mark.parametrize("draft_s", [0.004, 0.015, 0.025])
+@pytest.mark.parametrize("table", TABLES)
+def test_drafts_that_do_not_pay_cost_next_to_nothing(
+    table: dict[int, float], draft_s: float, share: float
+) -> None:
+    """Eight requests, by the target's time alone. What hides behind other steps is not free: they
+    are smaller steps. A tenth is for learning in the first of 200 tokens what drafts take."""
+    world = World()
+    of = remote_scene(RULE, V, world, table=table, verify="early-stop", kv_tokens=8192)
+    drafter = ScriptedDrafter(by_chance(share), feature_id=FEATURES)
+    adopt(of, "d0", ScriptedLink(world, drafter, after(draft_s)))
+    ask(of, 8, tokens=200)
+    check(of, 8, tokens=200)
+    plain_s = 200 * float(np.interp(8, list(table), list(table.values())))
+    assert world.now < 1.1 * plain_s
 
 
 def test_one_group_where_drafts_are_quick() -> None:

@@ -1,6 +1,8 @@
 """What the scheduler offers: verify lengths, what a step costs, whether to draft at all."""
 
 from dspark.scheduler.asking import (
+    WAITING,
+    Beside,
     DraftCost,
     UsualSavings,
     afforded,
@@ -21,6 +23,8 @@ from dspark.scheduler.planner import (
 from dspark.scheduler.step_cost import OnlineStepCost, StepCost, cost_key, hardware
 
 __all__ = [
+    "WAITING",
+    "Beside",
     "DraftCost",
     "OnlineStepCost",
     "Policy",

@@ -20,6 +20,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -125,10 +126,25 @@ class DraftCost:
         self._ns = (1 - rate) * (self._ns + rate * off_n * off_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What may happen while drafts are under way. hidden_s: seconds of drafting that pass behind
+    other work. apart_s: what it costs that the others' step is without those who are asked. most:
+    how many may be asked so, None for all."""
+
+    hidden_s: float = 0.0
+    apart_s: float = 0.0
+    most: int | None = None
+
+
+# Everybody waits for the drafts.
+WAITING = Beside()
+
+
 def askers(
     savings: Sequence[float],
     cost: DraftCost | Sequence[DraftCost],
-    hidden_s: float,
+    beside: Sequence[Beside] = (WAITING,),
     *,
     unasked: Sequence[int],
     step_s: float,
@@ -138,15 +154,16 @@ def askers(
     """Which of R requests to ask for drafts now: indices, increasing.
 
     savings [R]: mean seconds that a request's draft saves a round (`planner.saving`), NaN before
-    its first. hidden_s: seconds of drafting that pass behind other work. unasked [R]: rounds since
-    each was asked for, this one included. step_s > 0: of a step, for probes. bypassed [R]: whom the
-    scheduler's plan leaves alone. cost: of the drafter, or of several that answer at the same time;
-    then drafter [R]: whose number in `cost` drafts for each.
+    its first. beside: what may be done meanwhile, one of which is for all R. unasked [R]: rounds
+    since each was asked for, this one included. step_s > 0: of a step, for probes. bypassed [R]:
+    whom the scheduler's plan leaves alone. cost: of the drafter, or of several that answer at the
+    same time; then drafter [R]: whose number in `cost` drafts for each.
 
-    The set that maximises Σ saving − max_d max(0, D_d(n_d) − hidden_s), n_d those of it that d
-    drafts for, with all whom nobody knows yet; of equal sets the quickest, then the smallest. The
-    rest is probed together as often as PROBE_SHARE of step time pays for, that is every round where
-    drafting hides behind other work. Uses the past only.
+    The set that maximises Σ saving − max_d max(0, D_d(n_d) − hidden_s) − apart_s over what may be
+    done meanwhile, n_d those of it that d drafts for; asking nobody costs nothing. With all whom
+    nobody knows yet; of equal sets the quickest, then the smallest. The rest is probed together as
+    often as PROBE_SHARE of step time pays for, that is every round where drafting hides behind
+    other work. Uses the past only.
     """
     R = len(savings)
     if not R:
@@ -154,44 +171,56 @@ def askers(
     costs = [cost] if isinstance(cost, DraftCost) else cost
     whose = [0] * R if drafter is None else drafter
     free = range(R) if bypassed is None else [i for i in range(R) if not bypassed[i]]
-    chosen = [i for i in free if math.isnan(savings[i])]
-    paying = [i for i in free if savings[i] > 0]
-    if not chosen and sum(savings[i] for i in paying) <= _least(costs, hidden_s):
+    new = [i for i in free if math.isnan(savings[i])]
+    paying = sorted((i for i in free if savings[i] > 0), key=lambda i: -savings[i])
+    least = min(_prices(one, 0, 1, way)[1] for one in costs for way in beside)
+    if not new and sum(savings[i] for i in paying) <= least:
         paying = []  # not even all of them are worth one draft's time
-    ranks: list[list[int]] = [[] for _ in costs]
-    for i in sorted(paying, key=lambda i: -savings[i]):
-        ranks[whose[i]].append(i)
-    waits = [
-        _exposed(one, sum(whose[i] == d for i in chosen), len(rank), hidden_s)
-        for d, (one, rank) in enumerate(zip(costs, ranks, strict=True))
-    ]
-    numbers, waited_s = _best([[savings[i] for i in rank] for rank in ranks], waits)
-    for rank, n in zip(ranks, numbers, strict=True):
-        chosen += rank[:n]
+    chosen, price_s, most = new, 0.0, -math.inf
+    for way in beside:
+        room = R if way.most is None else way.most
+        if len(new) > room:
+            continue
+        ranks: list[list[int]] = [[] for _ in costs]
+        for i in paying[: room - len(new)]:
+            ranks[whose[i]].append(i)
+        prices = [
+            _prices(one, sum(whose[i] == d for i in new), len(rank), way)
+            for d, (one, rank) in enumerate(zip(costs, ranks, strict=True))
+        ]
+        numbers, paid_s, gain = _best([[savings[i] for i in rank] for rank in ranks], prices)
+        if gain > most:
+            asked = [i for rank, n in zip(ranks, numbers, strict=True) for i in rank[:n]]
+            chosen, price_s, most = new + asked, paid_s, gain
     rest = set(range(R)).difference(chosen)
     if rest:
-        all_s = max(_exposed(one, whose.count(d), 0, hidden_s)[0] for d, one in enumerate(costs))
-        if max(unasked[i] for i in rest) >= probe_rounds(all_s - waited_s, step_s):
+        all_s = min(
+            max(_prices(one, whose.count(d), 0, way)[0] for d, one in enumerate(costs))
+            for way in beside
+            if way.most is None or way.most >= R
+        )
+        if max(unasked[i] for i in rest) >= probe_rounds(all_s - price_s, step_s):
             return list(range(R))
     return sorted(chosen)
 
 
 def _best(
-    savings: Sequence[Sequence[float]], waits: Sequence[Sequence[float]]
-) -> tuple[list[int], float]:
-    """How many to ask of each drafter beside those that are asked in any case, and the wait then.
-    savings: by drafter, of those that pay, the most first. waits: seconds for 0, 1, … of them."""
+    savings: Sequence[Sequence[float]], prices: Sequence[Sequence[float]]
+) -> tuple[list[int], float, float]:
+    """How many to ask of each drafter beside those that are asked in any case, the price then, and
+    what that gains. savings: by drafter, of those that pay, the most first. prices: seconds for 0,
+    1, … of them."""
     worths = [list(itertools.accumulate(some, initial=0.0)) for some in savings]
-    least = max(wait[0] for wait in waits)
+    least = max(price[0] for price in prices)
     # Whoever answers within the longest wait of all may as well be asked.
-    longest = sorted({s for wait in waits for s in wait if s >= least})
-    within = [[bisect_right(wait, s) - 1 for wait in waits] for s in longest]
+    longest = sorted({s for price in prices for s in price if s >= least})
+    within = [[bisect_right(price, s) - 1 for price in prices] for s in longest]
     gains = [
         sum(worth[n] for worth, n in zip(worths, numbers, strict=True)) - s
         for s, numbers in zip(longest, within, strict=True)
     ]
     best = gains.index(max(gains))
-    return within[best], longest[best]
+    return within[best], longest[best], gains[best]
 
 
 def afforded(blocks: ArrayLike, savings: ArrayLike, tokens: int) -> IntArray:
@@ -269,14 +298,13 @@ def probe_rounds(probe_s: float, step_s: float) -> int:
     return max(1, math.ceil(probe_s / (PROBE_SHARE * step_s)))
 
 
-def _least(costs: Sequence[DraftCost], hidden_s: float) -> float:
-    """Seconds that nothing hides of one draft, of the drafter that is quickest with it."""
-    return min(_exposed(cost, 0, 1, hidden_s)[1] for cost in costs)
-
-
-def _exposed(cost: DraftCost, first: int, more: int, hidden_s: float) -> list[float]:
-    """Seconds [more + 1] that nothing hides of drafting for `first`, `first` + 1, …"""
+def _prices(cost: DraftCost, first: int, more: int, beside: Beside) -> list[float]:
+    """Seconds [more + 1] that drafting for `first`, `first` + 1, … takes: what nothing hides of it,
+    and being apart. Nothing while nobody knows."""
     if not cost.known:
         return [0.0] * (more + 1)
     a, b = cost.line
-    return [max(a + b * n - hidden_s, 0.0) if n else 0.0 for n in range(first, first + more + 1)]
+    return [
+        max(a + b * n - beside.hidden_s, 0.0) + beside.apart_s if n else 0.0
+        for n in range(first, first + more + 1)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
+from dspark.scheduler import WAITING, Beside
 from dspark.verifier.batcher import Item
 from dspark.verifier.desk import DraftDesk
 from dspark.verifier.drafters import Drafters
@@ -46,24 +47,25 @@ class Asking:
                 wanting.setdefault(source.name, []).append(sequence)
         linked = [name for name in wanting if name in self._drafters.links]
         if linked:
-            self._ask_together(planner, linked, wanting, self._hidden_s(running), step)
+            asking = [sequence for name in linked for sequence in wanting[name]]
+            self._ask_together(planner, linked, wanting, step, self._beside(asking, running))
         for name in wanting:
             if name not in linked:
-                self._ask_together(planner, [name], wanting, 0.0, step)
+                self._ask_together(planner, [name], wanting, step)
 
     def _ask_together(
         self,
         planner: StepPlanner,
         names: Seq[str],
         wanting: Mapping[str, list[Sequence]],
-        hidden_s: float,
         step: StepPlan,
+        beside: Seq[Beside] = (WAITING,),
     ) -> None:
         """Drafters that answer side by side."""
         sequences = [sequence for name in names for sequence in wanting[name]]
         whose = [at for at, name in enumerate(names) for _ in wanting[name]]
         costs = [self._drafters[name].cost for name in names]
-        wanted = planner.how_much_to_ask(sequences, costs, whose, hidden_s, step)
+        wanted = planner.how_much_to_ask(sequences, costs, whose, step, beside)
         for sequence, tokens in zip(sequences, wanted, strict=True):
             sequence.wanted = tokens
 
@@ -80,8 +82,8 @@ class Asking:
         for sequence in sequences:  # also those for whom a budget was short are unasked
             sequence.rounds_unasked = 0 if sequence in asked else sequence.rounds_unasked + 1
 
-    def _hidden_s(self, running: Collection[Sequence]) -> float:
-        """Seconds of drafting that pass behind the next steps of others."""
+    def _beside(self, asking: Collection[Sequence], running: Collection[Sequence]) -> list[Beside]:
+        """What may be done while they are drafted for."""
         going = [s for s in running if not s.paused]
         prompts = sum(s.state.uncomputed for s in going if s.state.uncomputed > 1)
-        return self._pacing.hidden_s(going, min(prompts, self._prefill_chunk))
+        return self._pacing.beside(asking, going, min(prompts, self._prefill_chunk))

@@ -223,8 +223,8 @@ class Engine:
         items = self._ready()
         if items:
             self._began = self.clock()
-            running = self._batcher.running
-            step = self.planner.plan(items, sum(s.state.uncomputed > 1 for s in running))
+            going = sum(not s.paused for s in self._batcher.running)
+            step = self.planner.plan(items, going - sum(item.decoding for item in items))
             batch = flatten(items, step.lengths, self.cache)
             with clock.lap("forward"):
                 output = self._backend.forward(batch)

@@ -142,6 +142,14 @@ def rates(linked: Work, beside: Work, T: StepSeconds, D: Callable[[int], float])
     return Rates(max(idle, filled), both / max(2 * half_s, half_s + D(half.R)))
 
 
+def apart(some: Load, all_: Load, T: StepSeconds) -> float:
+    """Seconds that a step of some takes on top of their share of one of all, both without drafts:
+    what it costs to step them while the others are drafted for."""
+    if not some.R:
+        return 0.0
+    return max(T(some.plain) - T(all_.plain) * some.R / all_.R, 0.0)
+
+
 def groups(now: int, R: int, rates: Rates) -> int:
     """1 or 2: whichever commits more, the present number unless the other clearly does."""
     if R < 2:
@@ -194,26 +202,42 @@ def joining(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds) -> float:
     return wait_s
 
 
+def stands_still(first: Awaited, then: Awaited | None, T: StepSeconds) -> bool:
+    """Whether the engine, with nothing ready, loses by waiting for the drafts that come first.
+
+    Waiting costs their time. Stepping their sequences plainly costs what they save, and hides less
+    of the wait for those that come next, who would be stepped plainly in turn if that costs less.
+    """
+    wait_s, give_up_s = first.remaining_s, first.saving_s
+    if then is not None:
+        later_s = then.remaining_s - first.remaining_s - T(first.load)
+        wait_s += min(max(later_s, 0.0), then.saving_s)
+        give_up_s += min(max(then.remaining_s - T(first.load.plain), 0.0), then.saving_s)
+    return give_up_s < wait_s
+
+
 def decide(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds, *, full: bool) -> Decision:
     """What to do now with what is ready and what is under way.
 
     Given up are late ones that do not pay any more, and with nothing ready the next ones to come if
-    they do not: until they are here the engine stands still. Those are judged by the rule and the
-    numbers by which they were asked for; other means of the same past would ask for them and give
-    them up by turns. Those behind them are not judged yet: what is stepped in between may hide
-    their wait. Whoever gives up looks again with them ready. full: as many as a group holds are
-    ready, so none could join.
+    they do not: until they are here the engine stands still. Those are judged by the numbers by
+    which they were asked for; other means of the same past would ask for them and give them up by
+    turns. Those behind them are not judged yet: what is stepped in between may hide their wait.
+    Whoever gives up looks again with them ready. full: as many as a group holds are ready, so none
+    could join.
     """
     if not awaited:
         return Decision()
-    first = min(range(len(awaited)), key=lambda i: awaited[i].remaining_s)
+    first, *others = sorted(range(len(awaited)), key=lambda i: awaited[i].remaining_s)
+    then = awaited[others[0]] if others else None
 
-    def gives_up(one: Awaited, *, next_: bool) -> bool:
+    def gives_up(i: int) -> bool:
+        one = awaited[i]
         if one.late:
             return not pays(one, ready.load, T)
-        return ready.load.empty and next_ and one.saving_s < one.remaining_s
+        return ready.load.empty and i == first and stands_still(one, then, T)
 
-    given_up = tuple(i for i, one in enumerate(awaited) if gives_up(one, next_=i == first))
+    given_up = tuple(filter(gives_up, range(len(awaited))))
     if given_up:
         return Decision(0.0, given_up)
     if ready.load.empty:

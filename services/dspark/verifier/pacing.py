@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from dspark.scheduler import OnlineStepCost
+from dspark.scheduler import Beside, OnlineStepCost
 from dspark.verifier.batcher import Item
 from dspark.verifier.desk import DraftDesk
 from dspark.verifier.drafters import Drafters
@@ -16,6 +16,7 @@ from dspark.verifier.overlap import (
     Load,
     Ready,
     Work,
+    apart,
     decide,
     groups,
     rates,
@@ -85,11 +86,22 @@ class Pacing:
         work = work_of(sequences)
         return Awaited(work.load, work.tokens, remaining_s, late, saving_s)
 
-    def hidden_s(self, others: Iterable[Sequence], prefill: int) -> float:
-        """Seconds of drafting that pass behind other work: a step of the other group, if they take
-        turns, and of prompts."""
-        taking_turns = [s for s in others if s.linked] if self.groups > 1 else []
-        return self.seconds(work_of(taking_turns).load + Load(P=prefill))
+    def beside(
+        self, asking: Collection[Sequence], others: Iterable[Sequence], prefill: int
+    ) -> list[Beside]:
+        """What may be done while drafts are made for some of those that were stepped last: all wait
+        but prompts, which are worked on; or the others are stepped meanwhile, half of the same step
+        if there are no others."""
+        group, waits = work_of(asking).load, set(asking)
+        rest = work_of([s for s in others if s.state.uncomputed == 1 and s not in waits]).load
+        prompts = Load(P=prefill)
+        half = -(-group.R // 2) if not rest.R else None
+        step = rest if half is None else group.part(group.R - half)
+        waiting = Beside(self.seconds(prompts))
+        if not step.R:
+            return [waiting]
+        apart_s = apart(step, group + rest, self.seconds)
+        return [waiting, Beside(self.seconds(step + prompts), apart_s, half)]
 
     def seconds(self, load: Load) -> float:
         """T of a step; 0 of an empty one."""

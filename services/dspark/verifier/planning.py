@@ -14,6 +14,8 @@ from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions
 from dspark.core.sampling import SamplingMode
 from dspark.scheduler import (
+    WAITING,
+    Beside,
     DraftCost,
     OnlineStepCost,
     Policy,
@@ -64,7 +66,8 @@ class PastDrafts:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """lengths: draft tokens to verify, one a step item. seconds: what the step should take.
-    joining: running requests whose prompts are still computed."""
+    joining: running requests that decode with these later: their prompts are still computed, or
+    their drafts are under way."""
 
     lengths: list[int]
     P: int
@@ -109,8 +112,7 @@ class StepPlanner:
 
     def plan(self, items: list[Item], joining: int = 0) -> StepPlan:
         """Lengths for a step's items. Requests with a policy of their own are settled first; what
-        they take is part of the step that the others are planned into. joining: running requests
-        whose prompts are still computed, in this step or later."""
+        they take is part of the step that the others are planned into. joining: see `StepPlan`."""
         decoding = [item for item in items if item.decoding]
         P = sum(item.tokens for item in items if not item.decoding)
         R = len(decoding)
@@ -247,14 +249,15 @@ class StepPlanner:
         sequences: Seq[Sequence],
         costs: Seq[DraftCost],
         whose: Seq[int],
-        hidden_s: float,
         step: StepPlan,
+        beside: Seq[Beside] = (WAITING,),
     ) -> list[int]:
         """Draft tokens to ask for, for each of those that could be, 0 for none at all: while the
         drafts of all save more than they cost together and the scheduler's plan wants them, and now
         and then to see again. No more than are likely to be verified, unless drafting costs next to
         nothing. A fixed or threshold policy is taken at its word. costs: of drafters that answer
-        side by side; whose: which of them is each one's. Uses the past only."""
+        side by side; whose: which of them is each one's; beside: what may be done meanwhile. Uses
+        the past only."""
         policies = [self._policy(sequence) for sequence in sequences]
         wanted = [_at_its_word(p, s) for p, s in zip(policies, sequences, strict=True)]
         joint = [i for i, policy in enumerate(policies) if _is_joint(policy)]
@@ -267,7 +270,7 @@ class StepPlanner:
         chosen = askers(
             supposed([s.expected_saving_s for s in among], self._usual.of(step.R + step.joining)),
             costs,
-            hidden_s,
+            beside,
             unasked=[max(s.rounds_unasked, self._quiet) + 1 for s in among],
             step_s=self._decode_s(step),
             bypassed=[bypasses[tenant] for tenant in tenants] if any(bypasses.values()) else None,

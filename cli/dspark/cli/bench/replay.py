@@ -198,7 +198,7 @@ class _Desk:
             sequences.append(sequence)
         last = self._last or self._plain(step)
         whose = [0] * len(sequences)
-        wanted = self._planner.how_much_to_ask(sequences, [self._cost], whose, 0.0, last)
+        wanted = self._planner.how_much_to_ask(sequences, [self._cost], whose, last)
         for sequence, known, tokens in zip(sequences, step.rounds, wanted, strict=True):
             sequence.rounds_unasked = 0 if tokens else sequence.rounds_unasked + 1
             if tokens and len(known.survival):

@@ -14,7 +14,15 @@ import numpy as np
 from dspark.core.drafts import MAX_GAMMA
 from dspark.core.plans import Directions, Plan
 from dspark.core.sampling import SamplingMode
-from dspark.scheduler.asking import DraftCost, UsualSavings, askers, block, reach, supposed
+from dspark.scheduler.asking import (
+    Beside,
+    DraftCost,
+    UsualSavings,
+    askers,
+    block,
+    reach,
+    supposed,
+)
 from dspark.scheduler.joint import SMALLEST_GAIN
 from dspark.scheduler.planner import (
     Policy,
@@ -207,7 +215,7 @@ class StepPlanner:
             bypassed = [bypasses[tenant] for tenant in rows.tenant[at].tolist()]
         usual = self._usual.of(step.R + step.joining)
         chosen = askers(
-            supposed(rows.saving[at].tolist(), usual), costs, hidden_s,
+            supposed(rows.saving[at].tolist(), usual), costs, [Beside(hidden_s)],
             unasked=(np.maximum(rows.unasked[at], self._quiet) + 1).tolist(),
             step_s=step.decode_s, bypassed=bypassed,
             drafter=rows.drafter[at].tolist() if len(costs) > 1 else None,
