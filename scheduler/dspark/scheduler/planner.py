@@ -95,7 +95,7 @@ def plan(
     capacity K: bounds Σℓ; of `top-k` it is what is filled, and without one `top-k` plans like
     `early-stop`. caps [R]: the longest ℓ of each request. weights [R] ≥ 0: what a token of each
     counts in τ. max_tokens: bounds B. overhead: seconds a round takes beside its step (draft time
-    that nothing hides). joining: requests whose prompts are still computed (`decode_seconds`).
+    that nothing hides). joining: requests that decode with them later (`decode_seconds`).
     lookahead: let the search pass a dip of Θ; only where every draft in the step is free of the
     barrier (greedy, coupled, looks_back_only).
 

@@ -112,8 +112,8 @@ class StepCost:
 
         Prefill is done once whatever is drafted: of a step that is mostly prefill T would make
         every draft look worth verifying. joining: requests that decode once their prompts are
-        computed; a token saved now is one less in the steps with them, so decoding is R shares of
-        those (docs/decisions/2026-11-30-prefill-is-no-price.md).
+        computed or their drafts are here; a token saved now is one less in the steps with them, so
+        decoding is R shares of those (docs/decisions/2026-11-30-prefill-is-no-price.md).
         """
         return self.seconds(P, R, B, context) - self._not_decoding(P, R, joining)
 
