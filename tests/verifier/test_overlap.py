@@ -121,6 +121,15 @@ def test_waiting_is_for_the_best_rate_of_all_waits(
     assert (gains[waits] if waits else 1.0) == pytest.approx(best)
 
 
+def test_what_comes_at_once_is_one_wait() -> None:
+    """With the first of two alone it would pay, and the second comes with it."""
+    T: StepSeconds = lambda load: 0.001 + 0.001 * load.drafts if load.R else 0.0  # noqa: E731
+    ready = Ready(Load(R=1, drafts=2), 1.0)
+    light, heavy = (Awaited(Load(R=1, drafts=n), 1.0, 0.0005) for n in (0, 9))
+    assert joining(ready, [light], T) == 0.0005
+    assert joining(ready, [light, heavy], T) == joining(ready, [heavy, light], T)
+
+
 @few
 @given(readies(), st.lists(awaited_ones, min_size=1, max_size=4), costs())
 def test_what_comes_after_the_step_is_done_is_not_waited_for(

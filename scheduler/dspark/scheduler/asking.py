@@ -176,22 +176,15 @@ def askers(
     least = min(_prices(one, 0, 1, way)[1] for one in costs for way in beside)
     if not new and sum(savings[i] for i in paying) <= least:
         paying = []  # not even all of them are worth one draft's time
-    chosen, price_s, most = new, 0.0, -math.inf
-    for way in beside:
-        room = R if way.most is None else way.most
-        if len(new) > room:
-            continue
-        ranks: list[list[int]] = [[] for _ in costs]
-        for i in paying[: room - len(new)]:
-            ranks[whose[i]].append(i)
-        prices = [
-            _prices(one, sum(whose[i] == d for i in new), len(rank), way)
-            for d, (one, rank) in enumerate(zip(costs, ranks, strict=True))
-        ]
-        numbers, paid_s, gain = _best([[savings[i] for i in rank] for rank in ranks], prices)
-        if gain > most:
-            asked = [i for rank, n in zip(ranks, numbers, strict=True) for i in rank[:n]]
-            chosen, price_s, most = new + asked, paid_s, gain
+    rooms = [R if way.most is None else way.most for way in beside]
+    _, price_s, chosen = max(
+        (
+            _best(new, paying[: room - len(new)], savings, costs, whose, way)
+            for way, room in zip(beside, rooms, strict=True)
+            if room >= len(new)
+        ),
+        key=lambda best: best[0],
+    )
     rest = set(range(R)).difference(chosen)
     if rest:
         all_s = min(
@@ -205,12 +198,21 @@ def askers(
 
 
 def _best(
-    savings: Sequence[Sequence[float]], prices: Sequence[Sequence[float]]
-) -> tuple[list[int], float, float]:
-    """How many to ask of each drafter beside those that are asked in any case, the price then, and
-    what that gains. savings: by drafter, of those that pay, the most first. prices: seconds for 0,
-    1, … of them."""
-    worths = [list(itertools.accumulate(some, initial=0.0)) for some in savings]
+    new: list[int],
+    paying: list[int],
+    savings: Sequence[float],
+    costs: Sequence[DraftCost],
+    whose: Sequence[int],
+    way: Beside,
+) -> tuple[float, float, list[int]]:
+    """(gain, price, requests): of the sets of all that are new and some that pay, who come the best
+    first, the one that gains most. Seconds."""
+    ranks = [[i for i in paying if whose[i] == d] for d in range(len(costs))]
+    prices = [
+        _prices(one, sum(whose[i] == d for i in new), len(rank), way)
+        for d, (one, rank) in enumerate(zip(costs, ranks, strict=True))
+    ]
+    worths = [list(itertools.accumulate((savings[i] for i in r), initial=0.0)) for r in ranks]
     least = max(price[0] for price in prices)
     # Whoever answers within the longest wait of all may as well be asked.
     longest = sorted({s for price in prices for s in price if s >= least})
@@ -220,7 +222,8 @@ def _best(
         for s, numbers in zip(longest, within, strict=True)
     ]
     best = gains.index(max(gains))
-    return within[best], longest[best], gains[best]
+    asked = [i for rank, n in zip(ranks, within[best], strict=True) for i in rank[:n]]
+    return gains[best], longest[best], new + asked
 
 
 def afforded(blocks: ArrayLike, savings: ArrayLike, tokens: int) -> IntArray:

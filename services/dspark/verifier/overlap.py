@@ -10,6 +10,7 @@ worse than one that lies about q.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,7 +148,8 @@ def apart(some: Load, all_: Load, T: StepSeconds) -> float:
     what it costs to step them while the others are drafted for."""
     if not some.R:
         return 0.0
-    return max(T(some.plain) - T(all_.plain) * some.R / all_.R, 0.0)
+    share = some.R / all_.R  # of all it is 1, not nearly
+    return max(T(some.plain) - share * T(all_.plain), 0.0)
 
 
 def groups(now: int, R: int, rates: Rates) -> int:
@@ -186,12 +188,13 @@ def joining(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds) -> float:
     """
     best, wait_s, together, tokens = 1.0, 0.0, Load(), 0.0
     ready_s = T(ready.load)
-    for one in sorted(awaited, key=lambda a: a.remaining_s):
-        together += one.load
-        tokens += one.tokens
-        delta = one.remaining_s
+    in_turn = sorted(awaited, key=lambda a: a.remaining_s)
+    for delta, those in itertools.groupby(in_turn, key=lambda a: a.remaining_s):
         if delta >= ready_s:
             break
+        for one in those:
+            together += one.load
+            tokens += one.tokens
         now_s = ready_s + T(ready.again.load + together)
         later_s = delta + T(ready.load + together)
         # Tokens a second of waiting by those of stepping now.
@@ -202,8 +205,8 @@ def joining(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds) -> float:
     return wait_s
 
 
-def stands_still(first: Awaited, then: Awaited | None, T: StepSeconds) -> bool:
-    """Whether the engine, with nothing ready, loses by waiting for the drafts that come first.
+def loses_by_waiting(first: Awaited, then: Awaited | None, T: StepSeconds) -> bool:
+    """Whether an engine with nothing ready had better not wait for the drafts that come first.
 
     Waiting costs their time. Stepping their sequences plainly costs what they save, and hides less
     of the wait for those that come next, who would be stepped plainly in turn if that costs less.
@@ -235,7 +238,7 @@ def decide(ready: Ready, awaited: Sequence[Awaited], T: StepSeconds, *, full: bo
         one = awaited[i]
         if one.late:
             return not pays(one, ready.load, T)
-        return ready.load.empty and i == first and stands_still(one, then, T)
+        return ready.load.empty and i == first and loses_by_waiting(one, then, T)
 
     given_up = tuple(filter(gives_up, range(len(awaited))))
     if given_up:
