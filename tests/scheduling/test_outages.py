@@ -260,16 +260,15 @@ async def claimed(store: RedisStore, runs: int) -> bool:
 
 
 def check_log(caplog: pytest.LogCaptureFixture, *, of_the_store: bool) -> None:
-    """Once from each who noticed: three members, and the scheduler if it was its store."""
-    said = Counter(
-        (record.name.rpartition(".")[2], word)
-        for record in caplog.records
-        if record.levelno >= logging.WARNING
-        for word in ("is away", "is back")
-        if word in record.getMessage()
-    )
-    wanted = {("membership", "is away"): 3, ("membership", "is back"): 3}
-    if of_the_store:
-        wanted |= {("scheduler", "is away"): 1, ("scheduler", "is back"): 1}
-    assert said == wanted
+    """Once from each who noticed: three members, and the scheduler if it was its store. A machine
+    that stands still for a heartbeat's deadline is an outage too, so there may be more than one;
+    nobody is away twice before it is back."""
+    away, most = Counter[str](), Counter[str]()
+    for record in caplog.records:
+        who, told = record.name.rpartition(".")[2], record.getMessage()
+        if record.levelno >= logging.WARNING and ("is away" in told or "is back" in told):
+            away[who] += 1 if "is away" in told else -1
+            most[who] = max(most[who], away[who])
+    assert most == {"membership": 3} | ({"scheduler": 1} if of_the_store else {})
+    assert not any(away.values())
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
