@@ -97,7 +97,7 @@ def first_token(item: Item, plan: StepPlan) -> int:
 class Retrospective(StepPlanner):
     """The planner that one must not build: the best of all lengths, whatever it had to look at."""
 
-    def plan(self, items: list[Item], joining: int = 0) -> StepPlan:
+    def plan(self, items: list[Item], joining: int = 0, away: int = 0) -> StepPlan:
         (item,) = items
         draft = item.sequence.draft
         R = int(item.decoding)

@@ -484,6 +484,21 @@ def test_drafts_that_do_not_pay_cost_next_to_nothing(
     assert world.now < 1.1 * plain_s
 
 
+def test_the_last_one_left_is_drafted_for_though_many_were_not_worth_it() -> None:
+    """What drafts save is tokens, and alone a token costs a whole step."""
+    world = World()
+    of = remote_scene(RULE, V, world, table=TABLES[1], verify="early-stop", kv_tokens=8192)
+    link = ScriptedLink(world, ScriptedDrafter(by_chance(0.85), feature_id=FEATURES), after(0.015))
+    adopt(of, "d0", link)
+    ask(of, 8, tokens=60)
+    of.submit(request("long", [1, 2, 3], greedy(300)))
+    check(of, 8, tokens=60)
+    assert link.asked[-20:] == [1] * 20
+    # A step and a draft for some four tokens; without drafts 10 ms a token.
+    alone = [w for w in of.engine._backend.widths if w == 1]  # type: ignore[attr-defined]
+    assert len(alone) < 100
+
+
 def test_one_group_where_drafts_are_quick() -> None:
     of, steps = in_steps(0.004)
     assert all(len(step) == 8 for step in steps)

@@ -223,8 +223,10 @@ class Engine:
         items = self._ready()
         if items:
             self._began = self.clock()
-            going = sum(not s.paused for s in self._batcher.running)
-            step = self.planner.plan(items, going - sum(item.decoding for item in items))
+            going = [s for s in self._batcher.running if not s.paused]
+            joining = sum(s.state.uncomputed > 1 for s in going)
+            away = len(going) - joining - sum(item.decoding for item in items)
+            step = self.planner.plan(items, joining, away)
             batch = flatten(items, step.lengths, self.cache)
             with clock.lap("forward"):
                 output = self._backend.forward(batch)

@@ -66,8 +66,8 @@ class PastDrafts:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """lengths: draft tokens to verify, one a step item. seconds: what the step should take.
-    joining: running requests that decode with these later: their prompts are still computed, or
-    their drafts are under way."""
+    joining: running requests whose prompts are still computed; away: those that decode, but not in
+    this step, most because their drafts are under way."""
 
     lengths: list[int]
     P: int
@@ -76,6 +76,7 @@ class StepPlan:
     context: int
     seconds: float
     joining: int = 0
+    away: int = 0
 
 
 def free_to_look_ahead(item: Item) -> bool:
@@ -110,9 +111,10 @@ class StepPlanner:
         self._quiet = 0  # rounds in which nobody was asked, whoever was there
         self._since_plain = 0  # steps in which drafts were verified, since the last without any
 
-    def plan(self, items: list[Item], joining: int = 0) -> StepPlan:
+    def plan(self, items: list[Item], joining: int = 0, away: int = 0) -> StepPlan:
         """Lengths for a step's items. Requests with a policy of their own are settled first; what
-        they take is part of the step that the others are planned into. joining: see `StepPlan`."""
+        they take is part of the step that the others are planned into. joining, away: see
+        `StepPlan`."""
         decoding = [item for item in items if item.decoding]
         P = sum(item.tokens for item in items if not item.decoding)
         R = len(decoding)
@@ -150,7 +152,7 @@ class StepPlanner:
         verify = [lengths.get(id(item), 0) for item in items]
         B = P + R + sum(verify)
         seconds = self.cost.current.seconds(P, R, B, context)
-        return StepPlan(verify, P, R, B, context, seconds, joining)
+        return StepPlan(verify, P, R, B, context, seconds, joining, away)
 
     def _gain(
         self,
@@ -210,18 +212,27 @@ class StepPlanner:
         length_of = dict(zip(map(id, items), step.lengths, strict=True))
         lengths = [length_of[id(item)] for item in drafted]
         expected = [sum(a[:n].tolist()) for a, n in zip(survivals, lengths, strict=True)]
-        plain_s = self.cost.current.decode_seconds(0, step.R, step.R, step.context, step.joining)
-        saved = saving(expected, lengths, step.R / plain_s, self._decode_s(step) - plain_s)
+        plain_s = self._plain_s(step)
+        P, R, cost = step.P, step.R, self.cost.current
+        extra_s = cost.seconds(P, R, step.B, step.context) - cost.seconds(P, R, P + R, step.context)
+        saved = saving(expected, lengths, step.R / plain_s, extra_s)
         for item, length, tokens, seconds in zip(drafted, lengths, expected, saved, strict=True):
             sequence = item.sequence
             before = sequence.gamma if sequence.reach is None else sequence.reach
             sequence.reach = reach(before, length)
+            sequence.priced(plain_s / step.R)
             sequence.saving_s = running_mean(sequence.saving_s, seconds)
             sequence.verifies = running_mean(sequence.verifies, float(length))
             sequence.gains = running_mean(sequence.gains, tokens)
         self._usual.learn(
-            step.R + step.joining, [item.sequence.saving_s or 0.0 for item in drafted]
+            step.R + step.joining + step.away, [item.sequence.saving_s or 0.0 for item in drafted]
         )
+
+    def _plain_s(self, step: StepPlan) -> float:
+        """What decoding would take of it without drafts, by its share of a step of all: whoever is
+        away is only because of a draft."""
+        others = step.joining + step.away
+        return self.cost.current.decode_seconds(0, step.R, step.R, step.context, others)
 
     def _decode_s(self, step: StepPlan) -> float:
         """What of a step's time is decoding."""
@@ -265,10 +276,17 @@ class StepPlanner:
             self._since_plain = 0
             return wanted
         among = [sequences[i] for i in joint]
+        if step.R:
+            token_s = self._plain_s(step) / step.R
+            for sequence in among:
+                sequence.priced(token_s)
         tenants = [s.state.request.tenant for s in among]
         bypasses = {tenant: self._guidance.bypasses(tenant) for tenant in set(tenants)}
         chosen = askers(
-            supposed([s.expected_saving_s for s in among], self._usual.of(step.R + step.joining)),
+            supposed(
+                [s.expected_saving_s for s in among],
+                self._usual.of(step.R + step.joining + step.away),
+            ),
             costs,
             beside,
             unasked=[max(s.rounds_unasked, self._quiet) + 1 for s in among],

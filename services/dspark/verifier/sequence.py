@@ -77,7 +77,8 @@ class Sequence:
     draft session now; checkpoint: whose drafts were asked for last. sent: first position that this
     session has not been told of. asked: the round under way; while there is one it is in no step.
 
-    saving_s: running mean of the seconds a round's draft saved, None before the first one; misses:
+    saving_s: running mean of the seconds a round's draft saved, None before the first one; token_s:
+    what a token cost then, 0 before (`priced`); misses:
     rounds before that in which one was asked for and none came. verifies, gains: of draft tokens
     that a round verified, and that were expected to stand. reach: how many are worth asking for,
     None before the first draft; wanted: how many are asked for now. rounds_unasked: rounds since a
@@ -101,6 +102,7 @@ class Sequence:
     sent: int = 0
     asked: Asked | None = None
     saving_s: float | None = None
+    token_s: float = 0.0
     misses: int = 0
     verifies: float | None = None
     gains: float | None = None
@@ -128,6 +130,13 @@ class Sequence:
         """Another drafter drafts for it: what the last one's drafts were worth says nothing."""
         self.saving_s = self.verifies = self.gains = self.reach = None
         self.misses = 0
+
+    def priced(self, token_s: float) -> None:
+        """A token costs so many seconds of plain decoding now, and what drafts save is tokens:
+        among few it is more than it was among many."""
+        if self.saving_s is not None and self.token_s:
+            self.saving_s *= token_s / self.token_s
+        self.token_s = token_s
 
     @property
     def probed(self) -> bool:
