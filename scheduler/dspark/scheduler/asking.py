@@ -130,7 +130,7 @@ class DraftCost:
 class Beside:
     """What may happen while drafts are under way. hidden_s: seconds of drafting that pass behind
     other work. apart_s: what it costs that the others' step is without those who are asked. most:
-    how many may be asked so, None for all."""
+    how many may be asked so, those that save most; None for all."""
 
     hidden_s: float = 0.0
     apart_s: float = 0.0
